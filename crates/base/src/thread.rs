@@ -2,6 +2,7 @@
 
 use std::cell::Cell;
 use std::panic::{UnwindSafe, catch_unwind};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{Builder, JoinHandle};
 use std::time::Duration;
 
@@ -134,6 +135,35 @@ pub fn spawn<T: Send + 'static>(
 ) -> std::io::Result<JoinHandle<T>> {
     #[expect(clippy::disallowed_methods, reason = "this is the only function that starts threads")]
     Builder::new().name(format!("{}-{suffix}", class.prefix())).spawn(body)
+}
+
+/// Runs `body` for each item, on a thread of its own. Returns when all of them have ended. If the
+/// system cannot create a thread, runs `body` on the calling thread. The threads have the priority of
+/// the calling thread.
+///
+/// # Panics
+/// If `body` panics.
+pub fn for_each_in_parallel<T: Send>(
+    class: ThreadClass,
+    suffix: &str,
+    items: impl IntoIterator<Item = T>,
+    body: impl Fn(T) + Sync,
+) {
+    std::thread::scope(|scope| {
+        for item in items {
+            // The item stays available if the thread cannot be created.
+            let (item, body) = (Arc::new(Mutex::new(Some(item))), &body);
+            let run = |item: &Mutex<Option<T>>| {
+                if let Some(item) = item.lock().unwrap_or_else(PoisonError::into_inner).take() {
+                    body(item);
+                }
+            };
+            let (to_thread, name) = (Arc::clone(&item), format!("{}-{suffix}", class.prefix()));
+            if Builder::new().name(name).spawn_scoped(scope, move || run(&to_thread)).is_err() {
+                run(&item);
+            }
+        }
+    });
 }
 
 /// Lowers the priority of the calling thread, so that it gets little CPU time while other threads

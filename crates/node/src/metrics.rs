@@ -97,7 +97,7 @@ fn describe() {
         ),
         ("outboard_store_log_bytes", "Size of the log of a target, by target"),
         ("outboard_store_cache_used_bytes", "Memory of the cached values of an index, by target"),
-        ("outboard_store_cache_limit_bytes", "Maximum memory of the caches of an index, by target"),
+        ("outboard_store_cache_limit_bytes", "Maximum memory of the cached values of an index, by target"),
     ] {
         describe_gauge!(name, Unit::Bytes, what);
     }

@@ -167,20 +167,27 @@ impl Osd {
     async fn empty_group(&self, place: &ObjectLocation) -> StepResult<()> {
         let pg = &place.pg;
         pg.backing.incarnation();
+        // The store passes over removed objects before it finds others, so a listing from the beginning
+        // would take longer each time.
+        let mut from = None;
         loop {
-            let ids = match pg.backing.list(&pg.cid, None, REMOVE_BATCH).await {
+            let begins = from.is_none();
+            let ids = match pg.backing.list(&pg.cid, from.take(), REMOVE_BATCH).await {
                 Ok((ids, _)) => ids,
                 Err(StoreError::NoSuchCollection(_)) => return Ok(()),
                 Err(e) => return Err(e.into()),
             };
             let mut transaction = Transaction::new(pg.cid.clone());
-            if ids.is_empty() {
-                transaction.ops.push(Op::RemoveCollection);
+            match ids.last() {
+                Some(last) => from = Some(after(last)?),
+                None if begins => transaction.ops.push(Op::RemoveCollection),
+                // A change that was in progress when the pool was closed may have created an object.
+                None => continue,
             }
             transaction.ops.extend(ids.into_iter().map(|oid| Op::Remove { oid }));
             match pg.backing.queue(transaction).await {
                 // A change that was in progress when the pool was closed may have created or
-                // removed an object in between.
+                // removed an object in between. The next listing from the beginning finds what is left.
                 Ok(()) | Err(StoreError::NotEmpty(_) | StoreError::NoSuchObject(_)) => {}
                 Err(StoreError::NoSuchCollection(_)) => return Ok(()),
                 Err(e) => return Err(e.into()),

@@ -43,7 +43,7 @@ pub struct Space {
     pub log_total: u64,
     /// Memory of the cached values of the index, approximately.
     pub cache_used: u64,
-    /// Maximum memory of the caches of the index: of its values and of its pages.
+    /// Maximum memory of the cached values of the index.
     pub cache_limit: u64,
 }
 

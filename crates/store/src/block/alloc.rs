@@ -189,9 +189,14 @@ impl Allocator {
     /// Returns the first run of `want` free blocks in a page. If every run is shorter, returns the
     /// longest run, whose length is then the bound of the page.
     fn search(&mut self, page: usize, want: u64) -> Option<Extent> {
-        let found = self.taken.find_free(page, want);
+        // No run is longer than the bound, so the search ends at the first run with this length.
+        let possible = want.min(self.longest.get(page));
+        if possible == 0 {
+            return None;
+        }
+        let found = self.taken.find_free(page, possible);
         let len = found.map_or(0, |found| found.len);
-        if len < want {
+        if len < possible {
             self.longest.set(page, len);
         }
         found

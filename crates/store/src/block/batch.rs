@@ -9,7 +9,7 @@ use base::mem::Arena;
 use base::pool::BufferPool;
 use bytes::Bytes;
 
-use super::drive::FileDrive;
+use super::drive::{Drive, FileDrive};
 use super::io::{IoOp, IoRequest};
 use super::uring::IoRing;
 
@@ -53,6 +53,25 @@ pub(crate) fn gather(run: &[WritePiece], mut out: &mut [u8]) {
     }
 }
 
+/// Writes all pieces, which are sorted by their offsets, one run after another. Calls `completed` with
+/// the number of bytes of each completed write.
+///
+/// # Errors
+/// If a write fails. Any of the pieces may then be on the drive.
+pub(super) fn write_each<D: Drive + ?Sized>(
+    drive: &D,
+    pieces: &[WritePiece],
+    completed: &mut dyn FnMut(usize),
+) -> io::Result<()> {
+    runs(pieces).try_for_each(|run| {
+        let mut data = vec![0; run.iter().map(|piece| piece.data.len()).sum()];
+        gather(run, &mut data);
+        drive.write_at(run[0].offset, &data)?;
+        completed(data.len());
+        Ok(())
+    })
+}
+
 /// Writes all pieces, which are sorted by their offsets, and blocks the calling thread until the
 /// writes have completed. Calls `completed` with the number of bytes of each completed write. Copies
 /// runs with a piece whose memory is not aligned to the block size.
@@ -67,8 +86,15 @@ pub(super) fn write(
     if pieces.is_empty() {
         return Ok(());
     }
-    let mut ring = IoRing::new(drive.clone())?;
-    ring.enable()?;
+    // A failed write makes the target refuse all writes. A lack of descriptors or memory is no reason
+    // for that.
+    let mut ring = match IoRing::new(drive.clone()).and_then(|mut ring| ring.enable().map(|()| ring)) {
+        Ok(ring) => ring,
+        Err(error) => {
+            tracing::warn!(%error, "cannot create an I/O ring; the index is written without one");
+            return write_each(drive, pieces, &mut completed);
+        }
+    };
     let mut lens: HashMap<u64, usize> = HashMap::default();
     let mut complete = |ring: &mut IoRing, lens: &mut HashMap<u64, usize>| {
         ring.wait(None, || false)?;
@@ -113,7 +139,6 @@ pub(super) fn write(
 mod tests {
     use proptest::prelude::*;
 
-    use super::super::drive::Drive;
     use super::*;
 
     proptest! {

@@ -60,8 +60,8 @@ impl ValueCache {
         Some(value)
     }
 
-    /// Caches the value of `key`.
-    pub(super) fn insert(&mut self, key: Bytes, value: Option<Bytes>) {
+    /// Caches the value of `key`. Returns the value that was cached before.
+    pub(super) fn insert(&mut self, key: Bytes, value: Option<Bytes>) -> Option<Option<Bytes>> {
         let number = self.part(&key);
         let part = &mut self.parts[number];
         self.bytes += entry_bytes(&key, &value);
@@ -69,17 +69,20 @@ impl ValueCache {
             let bytes = entry_bytes(&key, before);
             part.young_bytes = part.young_bytes + entry_bytes(&key, &value) - bytes;
             self.bytes -= bytes;
-            *before = value;
-            return;
+            return Some(std::mem::replace(before, value));
         }
-        self.bytes -= part.remove(&key);
+        let (bytes, before) = part.remove(&key);
+        self.bytes -= bytes;
         self.bytes -= part.insert(key, value, self.generation_bytes);
+        before
     }
 
-    /// Removes the value of `key`.
-    pub(super) fn remove(&mut self, key: &Bytes) {
+    /// Removes the value of `key`. Returns the value that was cached.
+    pub(super) fn remove(&mut self, key: &Bytes) -> Option<Option<Bytes>> {
         let number = self.part(key);
-        self.bytes -= self.parts[number].remove(key);
+        let (bytes, before) = self.parts[number].remove(key);
+        self.bytes -= bytes;
+        before
     }
 
     /// Whether less than half of the limit is in use, so that new entries replace no others.
@@ -94,18 +97,19 @@ impl ValueCache {
 }
 
 impl CachePart {
-    /// Removes a key. Returns the size of its entry, or 0 if the part does not have the key.
-    fn remove(&mut self, key: &Bytes) -> usize {
+    /// Removes a key. Returns the size of its entry, or 0 if the part does not have the key, and its
+    /// value.
+    fn remove(&mut self, key: &Bytes) -> (usize, Option<Option<Bytes>>) {
         if let Some((key, value)) = self.young.remove_entry(key) {
             let bytes = entry_bytes(&key, &value);
             self.young_bytes -= bytes;
-            bytes
+            (bytes, Some(value))
         } else if let Some((key, value)) = self.old.remove_entry(key) {
             let bytes = entry_bytes(&key, &value);
             self.old_bytes -= bytes;
-            bytes
+            (bytes, Some(value))
         } else {
-            0
+            (0, None)
         }
     }
 

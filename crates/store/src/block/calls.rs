@@ -16,7 +16,7 @@ use super::presence::Presence;
 use super::reads::{Look, ReadRange};
 use super::requests::Purpose;
 use super::stages::PARKS_MAX;
-use super::usage::IndexSpace;
+use super::usage::{IndexSpace, SPREAD};
 use super::view::Loaded;
 use crate::{Area, CollectionId, Op, Result, StoreError, StoreRequest, Transaction, check_incarnation};
 
@@ -24,9 +24,6 @@ use crate::{Area, CollectionId, Op, Result, StoreError, StoreRequest, Transactio
 /// checkpoint may not suffice, because other calls may change the index again before this call's
 /// turn.
 const CHECKPOINTS_MAX: u32 = 8;
-/// Minimum size of the index reserve, in bytes. The index reserve is free space of the index for
-/// the node's own records and for freeing space.
-const INDEX_RESERVE_MIN: u64 = 256 << 10;
 
 impl Core {
     /// Handles the result of one read of the scan of existing objects. The result shows the index
@@ -220,7 +217,10 @@ impl Core {
                 self.calls.wait_for_space(op, pending);
             }
             Err(Stop::Checkpoint(_)) if self.may_ask_for_checkpoint(&mut pending) => {
-                self.commits.request_checkpoint();
+                // The call is tried again when the checkpoint in progress has ended.
+                if !self.commits.has_checkpoint() {
+                    self.commits.request_checkpoint();
+                }
                 self.calls.wait_for_space(op, pending);
             }
             other => {
@@ -294,11 +294,20 @@ impl Core {
         result
     }
 
-    /// Refuses a transaction that would leave too little free space in the index. Ordinary
-    /// transactions must leave the index reserve free: a sixteenth of the index, and at least
-    /// [`INDEX_RESERVE_MIN`]. Ordinary transactions that remove objects must leave half of the
-    /// index reserve free. Transactions that may use the reserve must leave a quarter of it free,
-    /// which checkpoints need to rewrite pages. Transactions that only remove data have no limit.
+    /// Returns the maximum memory of all changes that are not on the drive yet, in bytes. Very small
+    /// changes take more memory than space in the log.
+    pub(super) fn changes_limit(&self) -> u64 {
+        self.superblock.log.len
+    }
+
+    /// Refuses a transaction that would leave too little free space in the index, or too little memory
+    /// for changes. While a checkpoint runs, it may use only a part of the room, as of the log
+    /// ([`LogSpace`](super::log_space::LogSpace)).
+    ///
+    /// Ordinary transactions must leave the [index reserve](IndexSpace::reserve) free. Ordinary
+    /// transactions that remove objects must leave half of the index reserve free. Transactions that
+    /// may use the reserve must leave a quarter of it free, which checkpoints need to rewrite pages.
+    /// Transactions that only remove data need no space in the index.
     fn admit(&self, transaction: &Transaction, changed: usize) -> std::result::Result<(), Stop> {
         let shrinks = |op: &Op| {
             matches!(
@@ -306,25 +315,37 @@ impl Core {
                 Op::Remove { .. } | Op::Truncate { .. } | Op::OmapClear { .. } | Op::OmapRemove { .. }
             ) || matches!(op, Op::OmapRemoveRange { .. } | Op::RemoveCollection | Op::RemoveXattrs { .. })
         };
-        let IndexSpace { total, free } = self.index_space;
-        let pending = self.view.changed_bytes();
+        let IndexSpace { free, may_be_more, .. } = self.index_space;
+        let ((_, active), frozen) = (self.view.active(), self.view.frozen());
+        if self.commits.has_checkpoint() {
+            // After a mount, the recovered changes may take all of the memory.
+            let limit = self.changes_limit();
+            let room = limit.saturating_sub(frozen.memory as u64).max(limit / 4);
+            if (active.memory + changed) as u64 > self.commits.log().usable_now(room) {
+                return Err(Stop::Log);
+            }
+        }
         let removes = transaction.ops.iter().any(|op| matches!(op, Op::Remove { .. } | Op::RemoveCollection));
         let part = match (purse(transaction), removes) {
             (Purse::Reserve, _) => 4,
             (Purse::Ordinary, true) => 2,
             (Purse::Ordinary, false) => 1,
         };
-        let reserve = (total / 16).max(INDEX_RESERVE_MIN) / part;
-        let needed = 4 * (pending + changed) as u64 + reserve;
-        if needed <= free || transaction.ops.iter().all(shrinks) {
+        let free = free.saturating_sub(self.index_space.reserve() / part);
+        let room = free.saturating_sub(SPREAD * frozen.growth());
+        let needed = SPREAD * (active.growth() + changed as u64);
+        if needed <= self.commits.log().usable_now(room) || transaction.ops.iter().all(shrinks) {
             return Ok(());
         }
-        let target = self.superblock.uuid;
-        let (needed, free) = (needed - reserve, free.saturating_sub(reserve));
-        let error = StoreError::NoSpace { target, area: Area::Index, needed, free };
-        // The size of changes that are not on the drive yet is overestimated, so the transaction
-        // may fit after a checkpoint.
-        Err(if pending > 0 { Stop::Checkpoint(error) } else { error.into() })
+        if needed <= room {
+            return Err(Stop::Log);
+        }
+        let needed = needed + SPREAD * frozen.growth();
+        let error = StoreError::NoSpace { target: self.superblock.uuid, area: Area::Index, needed, free };
+        // The growth by changes that are not on the drive yet is overestimated, so the transaction may
+        // fit after a checkpoint.
+        let may_fit_later = may_be_more || !self.view.is_unchanged();
+        Err(if may_fit_later { Stop::Checkpoint(error) } else { error.into() })
     }
 
     /// Makes a transaction's effects visible and starts their writes.

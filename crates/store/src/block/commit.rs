@@ -17,6 +17,7 @@ use super::records::Meta;
 use super::requests::Purpose;
 use super::superblock::SECTOR;
 use super::transfers::MAX_WRITE;
+use super::usage::SPREAD;
 use crate::{Result, StoreError};
 
 /// Maximum amount of data that waits for its group to be formed, in bytes. The data waits so that
@@ -67,16 +68,22 @@ impl Core {
                 self.output.io.push(IoRequest { id, offset, op: IoOp::Write(vec![piece]) });
             }
         }
-        // Very small changes take more memory than space in the log. Use only half of the free space
-        // of the index, because more keys may change before the checkpoint starts.
-        let space = self.index_space;
-        let max_keys = space.keys_in(space.free / 2).max(MIN_KEYS);
-        let (keys, changed) = self.view.active();
-        let has_many = changed as u64 > self.superblock.log.len / 2 || keys > max_keys;
-        if has_many && !self.commits.has_checkpoint() {
+        if self.has_many_changes() && !self.commits.has_checkpoint() {
             self.commits.request_checkpoint();
         }
         self.update_gauges();
+    }
+
+    /// Whether a checkpoint should write the queued changes, although the log has room: half of the
+    /// memory for changes is in use, or half of the free space of the index. The other half is for
+    /// transactions that arrive before the checkpoint has ended.
+    fn has_many_changes(&self) -> bool {
+        let (keys, size) = self.view.active();
+        let space = self.index_space;
+        let room = space.free.saturating_sub(space.reserve()).max(space.reserve());
+        size.memory as u64 > self.changes_limit() / 2
+            || SPREAD * size.growth() > room / 2
+            || keys > space.keys_in(space.free / 2).max(MIN_KEYS)
     }
 
     /// Frees blocks that have left the quarantine.

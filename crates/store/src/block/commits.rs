@@ -255,7 +255,8 @@ impl Commits {
 
     /// Whether a checkpoint should start, so that the log and the memory of deferred blocks get room.
     fn should_checkpoint(&self) -> bool {
-        self.log.needs_room() || self.deferred.newest.len() * BLOCK_SIZE > self.log.max_record()
+        let (_, log_bytes) = self.log.used_bytes();
+        self.log.needs_room() || (self.deferred.newest.len() * BLOCK_SIZE) as u64 > log_bytes / 4
     }
 
     /// Requests a checkpoint, which starts as soon as possible.

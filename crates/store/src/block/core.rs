@@ -25,7 +25,7 @@ use super::recovery::ReadyTarget;
 use super::requests::DriveRequests;
 use super::staged::StageTable;
 use super::superblock::Superblock;
-use super::usage::IndexSpace;
+use super::usage::{IndexSpace, SPREAD};
 use super::view::{IndexView, Loaded};
 use crate::{CollectionId, Result, Space, StoreError, Transaction};
 
@@ -157,7 +157,7 @@ pub(crate) struct Core {
     /// Counts checkpoints. A load that overlaps a checkpoint must be repeated.
     pub(crate) generation: u64,
     pub(crate) pool: BufferPool,
-    /// Limit of the caches of index values and index pages together, in bytes.
+    /// Limit of the cached values of the index, in bytes.
     pub(crate) cache_limit: usize,
     pub(crate) gauges: SpaceGauges,
     pub(crate) index_space: IndexSpace,
@@ -176,7 +176,8 @@ impl Core {
         limits: &MemoryLimits,
     ) -> Result<Core> {
         let ReadyTarget { superblock, meta, taken, index, changes, deferred, .. } = target;
-        let index_space = index.space();
+        // A measurement may take long, so the first checkpoint makes it.
+        let index_space = index.estimate();
         let largest = (limits.buffer_bytes.max(1 << 20) / 4).next_power_of_two().min(4 << 20);
         let arena =
             Arena::anonymous(limits.buffer_bytes.max(largest)).map_err(|e| StoreError::Io(e.to_string()))?;
@@ -196,7 +197,7 @@ impl Core {
             requests: DriveRequests::new(),
             generation: 0,
             pool: BufferPool::new(arena, 0, largest),
-            cache_limit: limits.page_bytes + limits.value_bytes,
+            cache_limit: limits.value_bytes,
             gauges: SpaceGauges::new(superblock.uuid),
             index_space,
             poisoned: None,
@@ -205,10 +206,15 @@ impl Core {
             output: CoreOutput::default(),
             superblock,
         };
-        if !changes.is_empty() {
+        if !changes.is_empty() || index_space.may_be_more {
             core.commits.request_checkpoint();
         }
         core.view.apply(changes);
+        // The growth of the recovered changes is overestimated, because the earlier values of their
+        // keys were not read. The changes were admitted, so they fit. The rest of the room is for
+        // transactions that arrive before the first checkpoint has ended.
+        let room = index_space.free.saturating_sub(index_space.reserve()) / SPREAD;
+        core.view.limit_growth(room / 4 * 3);
         core.update_gauges();
         core.scan(Presence::first_piece());
         Ok(core)

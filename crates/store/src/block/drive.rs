@@ -35,18 +35,19 @@ pub(crate) trait Drive: std::fmt::Debug + Send + Sync {
     /// After an error, any of the pieces may be on the drive. Calls `completed` with the number of
     /// bytes of each part that was written.
     fn write_all(&self, pieces: &[WritePiece], completed: &mut dyn FnMut(usize)) -> io::Result<()> {
-        batch::runs(pieces).try_for_each(|run| {
-            let mut data = vec![0; run.iter().map(|piece| piece.data.len()).sum()];
-            batch::gather(run, &mut data);
-            self.write_at(run[0].offset, &data)?;
-            completed(data.len());
-            Ok(())
-        })
+        batch::write_each(self, pieces, completed)
     }
     /// Makes all completed writes durable.
     fn flush(&self) -> io::Result<()>;
+    /// Number of threads that should read at the same time if much is to be read. A drive on which
+    /// the order of reads must not depend on the scheduling of threads returns 1.
+    fn parallel_reads(&self) -> usize {
+        1
+    }
 }
 
+/// Number of threads that read a real drive at the same time.
+pub(super) const PARALLEL_READS: usize = 8;
 /// Maximum number of reads of [`read_stable`].
 const STABLE_READS: usize = 5;
 
@@ -99,8 +100,12 @@ impl DriveCalls {
         self.0.load(Ordering::Relaxed)
     }
 
+    /// Returns the counter of the current thread's calls.
+    pub(super) fn of_this_thread() -> Option<DriveCalls> {
+        COUNTED.with_borrow(Clone::clone)
+    }
+
     /// Counts `calls` completed calls.
-    #[cfg(feature = "sim")]
     pub(crate) fn add(&self, calls: u64) {
         self.0.fetch_add(calls, Ordering::Relaxed);
     }
@@ -312,6 +317,10 @@ fn is_aligned(memory: &[u8]) -> bool {
 impl Drive for FileDrive {
     fn size(&self) -> u64 {
         self.size
+    }
+
+    fn parallel_reads(&self) -> usize {
+        PARALLEL_READS
     }
 
     fn read_at(&self, offset: u64, out: &mut [u8]) -> io::Result<()> {

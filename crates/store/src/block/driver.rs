@@ -24,7 +24,7 @@ const IDLE: Duration = Duration::from_millis(5);
 /// Maximum number of commands that one round of the driver takes from the mailbox.
 const BATCH: usize = 256;
 /// Maximum number of loads that one worker takes at once.
-const LOADS_AT_ONCE: usize = 8;
+const LOADS_AT_ONCE: usize = 2;
 
 /// Runs a mounted target. The driver owns the target's state and I/O ring.
 ///

@@ -14,7 +14,7 @@ use tokio::io::unix::AsyncFd;
 
 use super::backend::DriverBackend;
 use super::checkpoint::CheckpointPart;
-use super::drive::Drive;
+use super::drive::{Drive, PARALLEL_READS};
 use super::index::Index;
 use super::io::{IoDone, IoRequest};
 use super::mailbox::Mailbox;
@@ -23,7 +23,7 @@ use super::uring::IoRing;
 use crate::Result;
 
 /// Number of threads that read the index for calls.
-const LOADERS: usize = 2;
+pub(super) const LOADERS: usize = PARALLEL_READS;
 
 /// The I/O ring and the worker threads of a target on a real drive.
 pub(super) struct Hardware {
@@ -177,6 +177,8 @@ fn checkpointer(jobs: &mpsc::Receiver<BlockingWork>, drive: &dyn Drive, index: &
     base::thread::become_background();
     let to_core = mailbox.clone();
     let whole = CheckpointPart::whole(Arc::new(move |progress| {
+        // The checkpoint makes progress even if it makes no call to the drive for a long time.
+        to_core.shared.checkpoint_calls.add(1);
         to_core.event(CoreEvent::CheckpointAdvanced(progress));
     }));
     while let Ok(job) = jobs.recv() {

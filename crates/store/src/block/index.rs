@@ -10,10 +10,12 @@ use std::panic::AssertUnwindSafe;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
+use base::thread::{ThreadClass, for_each_in_parallel};
 use bytes::Bytes;
 use redb::{Builder, Database, ReadableDatabase, StorageBackend, TableDefinition};
 
 use super::checkpoint::CheckpointPart;
+use super::drive::DriveCalls;
 use super::records::{Meta, corrupt, key};
 use super::region::{Damage, IndexRegion};
 use super::usage::{IndexSpace, IndexUsage};
@@ -47,10 +49,15 @@ fn always_in_steps() -> bool {
 
 type EntryChange<'a> = (&'a Bytes, &'a Option<Bytes>);
 
+/// Number of adjacent changes that a commit applies together.
+const WINDOW: usize = 4096;
+/// If more than one of this number of changes needs a read from the drive, a commit reads the pages
+/// of the next window in advance.
+const COLD: u64 = 16;
 /// Minimum number of changes per commit when the index has no room for all changes in one commit.
 const STEP: usize = 8;
 
-/// Returns all changes, first three of five in their order, and then the others in their order.
+/// Returns all changes of a window, first three of five in their order, and then the others in their order.
 ///
 /// If keys are inserted in ascending order, `redb` leaves pages half full, because it splits each
 /// full page in the middle. The second pass fills these pages to about five sixths.
@@ -319,22 +326,30 @@ impl Index {
     fn commit(&self, changes: &[EntryChange<'_>], meta: Option<&Meta>, part: &CheckpointPart) -> Result<()> {
         let usage = *self.usage();
         let usage = self.with(|database| {
-            let mut usage = usage;
+            let (mut usage, total) = (usage, changes.len() as u64);
             let mut transaction = database.begin_write()?;
             transaction.set_two_phase_commit(true);
             transaction.set_quick_repair(true);
             {
                 let mut table = transaction.open_table(TABLE)?;
-                let changed = part.part(0, 500);
-                for (number, (key, value)) in (1..).zip(in_two_passes(changes)) {
-                    changed.step(number, changes.len() as u64);
-                    let old = match value {
-                        Some(value) => table.insert(&key[..], &value[..])?,
-                        None => table.remove(&key[..])?,
-                    };
-                    let bytes = |value: usize| key.len() + value;
-                    let before = old.map_or(0, |old| bytes(old.value().len()));
-                    usage.replace(before, value.as_ref().map_or(0, |value| bytes(value.len())));
+                let (changed, mut number, mut is_cold) = (part.part(0, 500), 0, false);
+                for window in changes.chunks(WINDOW) {
+                    let reads = self.region.reads();
+                    if is_cold {
+                        self.prefetch(database, window);
+                    }
+                    for (key, value) in in_two_passes(window) {
+                        number += 1;
+                        changed.step(number, total);
+                        let old = match value {
+                            Some(value) => table.insert(&key[..], &value[..])?,
+                            None => table.remove(&key[..])?,
+                        };
+                        let bytes = |value: usize| key.len() + value;
+                        let before = old.map_or(0, |old| bytes(old.value().len()));
+                        usage.replace(before, value.as_ref().map_or(0, |value| bytes(value.len())));
+                    }
+                    is_cold = self.region.reads() - reads > window.len() as u64 / COLD;
                 }
                 if let Some(meta) = meta {
                     let meta =
@@ -342,12 +357,33 @@ impl Index {
                     table.insert(key::META, &meta.encode()[..])?;
                 }
             }
-            self.region.report_next_flush(part.part(500, 1000));
+            // Most changes are in pages of their own if they are few beside the keys of the index.
+            self.region.report_commit(part.part(500, 1000), total);
             transaction.commit()?;
             Ok(usage)
         })?;
         *self.usage() = usage;
         Ok(())
+    }
+
+    /// Reads the pages that `changes` will change into the cache, with several reads at a time. Errors
+    /// are left to the changes themselves.
+    fn prefetch(&self, database: &Database, changes: &[EntryChange<'_>]) {
+        let threads = self.region.parallel_reads();
+        if threads < 2 {
+            return;
+        }
+        let calls = DriveCalls::of_this_thread();
+        let parts = changes.chunks(changes.len().div_ceil(threads));
+        for_each_in_parallel(ThreadClass::Store, "read", parts, |part| {
+            if let Some(calls) = &calls {
+                calls.count_this_thread();
+            }
+            let _ = guarded(|| {
+                let table = database.begin_read()?.open_table(TABLE)?;
+                part.iter().try_for_each(|(key, _)| Ok(drop(table.get(&key[..])?)))
+            });
+        });
     }
 
     /// Returns the meta record of the index, which contains the index's position in the log.
@@ -362,17 +398,19 @@ impl Index {
     }
 
     /// Returns the usable space of the index, and an estimate of how much of it is free.
-    fn estimate(&self) -> IndexSpace {
+    pub(crate) fn estimate(&self) -> IndexSpace {
         let total = self.region.reach();
-        let used = self.usage().bytes().min(self.region.written());
-        IndexSpace { total, free: total.saturating_sub(used) }
+        let usage = *self.usage();
+        let used = usage.bytes().min(self.region.written());
+        let free = total.saturating_sub(used);
+        IndexSpace { total, free, may_be_more: free < total / 4 && usage.is_worth_measuring(total) }
     }
 
     /// Like [`estimate`](Self::estimate). But if the index may be more than three quarters full and
     /// has changed, reads the whole index to measure its use. If that fails, keeps the estimate.
     pub(crate) fn space(&self) -> IndexSpace {
         let space = self.estimate();
-        if space.free >= space.total / 4 || !self.usage().is_worth_measuring(space.total) {
+        if !space.may_be_more {
             return space;
         }
         let measured = self.with(|database| {
@@ -413,6 +451,8 @@ fn map_error(error: redb::Error) -> StoreError {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicU64, AtomicUsize};
+
     use super::super::drive::Drive;
     use super::super::messages::load;
     use super::super::need::Need;
@@ -420,19 +460,25 @@ mod tests {
     use super::super::superblock::Region;
     use super::*;
 
-    /// A drive whose writes can fail, and whose reads can return wrong data.
+    /// A drive whose writes can fail, and whose reads can return wrong data. It counts reads that
+    /// overlap, and written bytes.
     #[derive(Debug)]
     struct FaultyDrive {
         drive: Arc<RecordedDrive>,
         damages_reads: AtomicBool,
         refuses_writes: AtomicBool,
+        reading: AtomicUsize,
+        most_reading: AtomicUsize,
+        written: AtomicU64,
     }
 
     impl FaultyDrive {
         fn new(len: usize) -> Arc<FaultyDrive> {
             let drive = RecordedDrive::new(vec![0; len]);
             let (damages_reads, refuses_writes) = (AtomicBool::new(false), AtomicBool::new(false));
-            Arc::new(FaultyDrive { drive, damages_reads, refuses_writes })
+            let (reading, most_reading) = (AtomicUsize::new(0), AtomicUsize::new(0));
+            let written = AtomicU64::new(0);
+            Arc::new(FaultyDrive { drive, damages_reads, refuses_writes, reading, most_reading, written })
         }
     }
 
@@ -442,15 +488,27 @@ mod tests {
         }
 
         fn read_at(&self, offset: u64, out: &mut [u8]) -> io::Result<()> {
-            self.drive.read_at(offset, out)?;
+            let reading = self.reading.fetch_add(1, Ordering::Relaxed) + 1;
+            self.most_reading.fetch_max(reading, Ordering::Relaxed);
+            // Other threads read meanwhile.
+            std::thread::yield_now();
+            let result = self.drive.read_at(offset, out);
+            self.reading.fetch_sub(1, Ordering::Relaxed);
             out[0] ^= u8::from(self.damages_reads.load(Ordering::Relaxed));
-            Ok(())
+            result
+        }
+
+        fn parallel_reads(&self) -> usize {
+            4
         }
 
         fn write_at(&self, offset: u64, data: &[u8]) -> io::Result<()> {
             match self.refuses_writes.load(Ordering::Relaxed) {
                 true => Err(io::Error::other("injected")),
-                false => self.drive.write_at(offset, data),
+                false => {
+                    self.written.fetch_add(data.len() as u64, Ordering::Relaxed);
+                    self.drive.write_at(offset, data)
+                }
             }
         }
 
@@ -476,7 +534,7 @@ mod tests {
         let value = Some(Bytes::from(vec![1; 3000]));
         for first in (0..).step_by(10) {
             set(index, first..first + 10, &value)?;
-            let IndexSpace { total, free } = index.space();
+            let IndexSpace { total, free, .. } = index.space();
             if first > 100 && free < total / 5 {
                 return Ok(first + 10);
             }
@@ -519,7 +577,7 @@ mod tests {
         fill(&index).unwrap();
         // Measures the use, of which only an estimate is known.
         *index.usage() = IndexUsage::at_most(u64::MAX);
-        let IndexSpace { total, free } = index.space();
+        let IndexSpace { total, free, .. } = index.space();
         assert!(free > total / 10 && storage.reach() == total);
         drive.damages_reads.store(true, Ordering::Relaxed);
         let estimate = index.space().free;
@@ -530,6 +588,71 @@ mod tests {
         drive.damages_reads.store(false, Ordering::Relaxed);
         let measured = index.space().free;
         assert!(measured > total / 10 && measured <= free, "{measured} of {total} bytes are free");
+    }
+
+    /// Two checkpoints change all keys, with a cache for the whole index and with a small cache.
+    #[test]
+    fn a_commit_whose_pages_are_not_cached_reads_them_in_advance() {
+        const KEYS: u32 = 3 * WINDOW as u32;
+        for (cache, is_cold) in [(64 << 20, false), (4 << 20, true)] {
+            let drive = FaultyDrive::new(40 << 20);
+            let region = Region { offset: 0, len: 40 << 20 };
+            let storage = IndexRegion::create(Arc::clone(&drive) as Arc<dyn Drive>, region).unwrap();
+            let index = Index::open(storage, cache).unwrap();
+            set(&index, 0..KEYS, &Some(Bytes::from(vec![1; 700]))).unwrap();
+            drive.most_reading.store(0, Ordering::Relaxed);
+            set(&index, 0..KEYS, &Some(Bytes::from(vec![2; 700]))).unwrap();
+            let most = drive.most_reading.load(Ordering::Relaxed);
+            assert_eq!(most > 1, is_cold, "{most} reads at the same time with a cache of {cache} bytes");
+            let (from, to) = (Bytes::from_static(b"0"), Bytes::from_static(b"g"));
+            let found = index.scan(&from, &to, usize::MAX, usize::MAX).unwrap().entries;
+            let values = found.iter().filter(|(key, _)| key[..] != *key::META).map(|(_, value)| value);
+            assert_eq!(values.filter(|value| value[..] == [2; 700]).count(), KEYS as usize);
+        }
+    }
+
+    /// The commit has more pages than are kept in memory.
+    #[test]
+    fn a_commit_reports_its_progress_while_its_pages_are_written() {
+        let drive = FaultyDrive::new(140 << 20);
+        let region = Region { offset: 0, len: 140 << 20 };
+        let storage = IndexRegion::create(Arc::clone(&drive) as Arc<dyn Drive>, region).unwrap();
+        let index = Index::open(storage, 128 << 20).unwrap();
+        let changes: Changes = (0..16_000u32)
+            .map(|n| (Bytes::from(format!("{n:08}")), Some(Bytes::from(vec![1; 3000]))))
+            .collect();
+        let reports = Arc::new(Mutex::new(Vec::new()));
+        let (reported, written_to) = (Arc::clone(&reports), Arc::clone(&drive));
+        let whole = CheckpointPart::whole(Arc::new(move |progress| {
+            reported.lock().unwrap().push((progress, written_to.written.load(Ordering::Relaxed)));
+        }));
+        let begin = drive.written.load(Ordering::Relaxed);
+        index.apply(&changes, &Changes::new(), &META, &whole).unwrap();
+        let total = drive.written.load(Ordering::Relaxed) - begin;
+        assert!(total > 56 << 20, "{total} bytes");
+        let reports = reports.lock().unwrap();
+        assert!(reports.is_sorted(), "{reports:?}");
+        let silent = reports.windows(2).map(|pair| pair[1].1 - pair[0].1).max().unwrap();
+        assert!(silent < total / 20, "{silent} of {total} bytes were written without a report");
+        // Half of the pages are written at about half of this part of the progress.
+        let half = reports.iter().find(|(_, written)| *written - begin > total / 2).unwrap();
+        assert!((650..850).contains(&half.0), "{half:?}");
+    }
+
+    /// The estimate after a mount may be too high, so the first checkpoint measures the use.
+    #[test]
+    fn a_measurement_corrects_the_estimate_of_a_target_that_was_just_mounted() {
+        let drive: Arc<dyn Drive> = RecordedDrive::new(vec![0; 5 << 20]);
+        let region = Region { offset: 0, len: 5 << 20 };
+        let index = Index::open(IndexRegion::create(Arc::clone(&drive), region).unwrap(), 1 << 20).unwrap();
+        let most = fill(&index).unwrap();
+        set(&index, 0..most / 2, &None).unwrap();
+        drop(index);
+        let index = Index::open(IndexRegion::open(drive, region, 0).unwrap(), 1 << 20).unwrap();
+        let estimate = index.estimate();
+        assert!(estimate.may_be_more && estimate.free < estimate.total / 4, "{estimate:?}");
+        let measured = index.space();
+        assert!(!measured.may_be_more && measured.free > measured.total / 3, "{measured:?}");
     }
 
     #[test]
@@ -544,7 +667,7 @@ mod tests {
             index.apply(&changes, &Changes::new(), &META, &CheckpointPart::silent()).unwrap();
         }
         *index.usage() = IndexUsage::at_most(u64::MAX);
-        let IndexSpace { total, free } = index.space();
+        let IndexSpace { total, free, .. } = index.space();
         let content = 80_000 * (150 + 8);
         let used = total - free;
         assert!(used < content * 3 / 2, "{used} bytes for {content} bytes of keys and values");

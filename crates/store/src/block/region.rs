@@ -10,6 +10,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use base::block::{BLOCK, BLOCK_SIZE, crc32c};
@@ -58,6 +59,8 @@ struct Shared {
     drive: Arc<dyn Drive>,
     region: Region,
     state: Mutex<State>,
+    /// Number of reads from the drive.
+    reads: AtomicU64,
     /// Held while buffered pages are written, so that a page is not written twice at once.
     writing: Mutex<()>,
     /// Memory for the buffered pages, which is suitable for direct I/O.
@@ -77,12 +80,33 @@ struct State {
     dirty_table: BTreeSet<usize>,
     /// Pages that were not written to the drive yet, by page number.
     buffered: BTreeMap<usize, Bytes>,
-    /// The part of the running checkpoint that the next flush is, for reports of its progress.
-    flush_part: Option<CheckpointPart>,
+    /// The commit whose pages are being written, for reports of the checkpoint's progress.
+    commit: Option<CommitReport>,
+    /// Number of pages that were ever written.
+    written: usize,
     /// Whether a write or flush has failed. Then the drive's content is unknown, and the region
     /// refuses further writes. A retried flush could report success, although data of the failed
     /// flush never reached the drive.
     failed: bool,
+}
+
+/// Reports how many pages of a commit are written.
+#[derive(Debug, Clone)]
+struct CommitReport {
+    part: CheckpointPart,
+    /// Number of pages that are written.
+    written: u64,
+    /// Estimated number of pages of the commit. `redb` hands over the pages one at a time, and does
+    /// not tell their number before.
+    expected: u64,
+}
+
+impl CommitReport {
+    /// Reports that a page is written. At least `more` other pages follow.
+    fn written(&mut self, more: u64) {
+        self.written += 1;
+        self.part.step(self.written, self.expected.max(self.written + more));
+    }
 }
 
 fn failed_before() -> io::Error {
@@ -121,7 +145,8 @@ impl IndexRegion {
             checksums: vec![BLANK; pages],
             dirty_table: (0..pages.div_ceil(BLOCK_ENTRIES)).collect(),
             buffered: BTreeMap::new(),
-            flush_part: None,
+            commit: None,
+            written: 0,
             failed: false,
         };
         let this = IndexRegion::new(drive, region, state)?;
@@ -157,6 +182,7 @@ impl IndexRegion {
         let mut checksums: Vec<u32> =
             table.chunks(SECTOR).enumerate().flat_map(|(i, s)| decode_table(i, s)).collect();
         checksums.truncate(pages);
+        let written = checksums.iter().filter(|checksum| **checksum != BLANK).count();
         let state = State {
             header,
             header_dirty: false,
@@ -166,7 +192,8 @@ impl IndexRegion {
             checksums,
             dirty_table: BTreeSet::new(),
             buffered: BTreeMap::new(),
-            flush_part: None,
+            commit: None,
+            written,
             failed: false,
         };
         IndexRegion::new(drive, region, state)
@@ -176,8 +203,8 @@ impl IndexRegion {
         let buffered = state.checksums.len().clamp(1, BUFFERED_PAGES + MORE_PAGES);
         let memory = Arena::anonymous(buffered * BLOCK_SIZE).map_err(io::Error::other)?;
         let memory = BufferPool::new(memory, 0, BLOCK_SIZE);
-        let (state, writing) = (Mutex::new(state), Mutex::new(()));
-        Ok(IndexRegion { shared: Arc::new(Shared { drive, region, state, writing, memory }) })
+        let (state, writing, reads) = (Mutex::new(state), Mutex::new(()), AtomicU64::new(0));
+        Ok(IndexRegion { shared: Arc::new(Shared { drive, region, state, reads, writing, memory }) })
     }
 
     /// Copies a page. The copy is suitable for direct I/O if there is memory for that.
@@ -191,9 +218,10 @@ impl IndexRegion {
         }
     }
 
-    /// Reports the progress of the next flush of pages to `part`.
-    pub(crate) fn report_next_flush(&self, part: CheckpointPart) {
-        self.lock().flush_part = Some(part);
+    /// Reports the progress of the commit that begins now to `part`, until the next flush. The commit
+    /// writes about `expected` pages.
+    pub(crate) fn report_commit(&self, part: CheckpointPart, expected: u64) {
+        self.lock().commit = Some(CommitReport { part, written: 0, expected });
     }
 
     /// Writes the header of a region that was just opened again, so that the next flush makes it
@@ -224,7 +252,17 @@ impl IndexRegion {
 
     /// Returns the bytes of all pages that were ever written. The index uses no other pages.
     pub(crate) fn written(&self) -> u64 {
-        self.lock().checksums.iter().filter(|checksum| **checksum != BLANK).count() as u64 * BLOCK
+        self.lock().written as u64 * BLOCK
+    }
+
+    /// Number of reads from the drive since the region was opened.
+    pub(crate) fn reads(&self) -> u64 {
+        self.shared.reads.load(Ordering::Relaxed)
+    }
+
+    /// Number of threads that should read at the same time if much is to be read.
+    pub(crate) fn parallel_reads(&self) -> usize {
+        self.shared.drive.parallel_reads()
     }
 
     /// Number of the newest header that is durable.
@@ -268,6 +306,7 @@ impl IndexRegion {
             (state.checksums[range.clone()].to_vec(), buffered)
         };
         if buffered.len() < range.len() {
+            self.shared.reads.fetch_add(1, Ordering::Relaxed);
             self.shared.drive.read_at(self.page_offset(range.start), out)?;
         }
         for ((page, data), expected) in range.zip(out.chunks_exact_mut(BLOCK_SIZE)).zip(expected) {
@@ -283,14 +322,14 @@ impl IndexRegion {
     }
 
     /// Writes all buffered pages to the drive, and with them the blocks in `table` of the table of
-    /// checksums. Reports the progress to `part`.
-    fn write_buffered(&self, table: BTreeSet<usize>, part: Option<&CheckpointPart>) -> io::Result<()> {
+    /// checksums. Reports the progress of the commit, whose last pages these are if `is_last`.
+    fn write_buffered(&self, table: BTreeSet<usize>, is_last: bool) -> io::Result<()> {
         let _writing = self.shared.writing.lock().unwrap_or_else(PoisonError::into_inner);
-        let (pages, table) = {
-            let state = self.lock();
+        let (pages, table, mut commit) = {
+            let mut state = self.lock();
             let encoded = |block| (block, encode_table(block, &state.checksums));
             let table: Vec<(usize, Vec<u8>)> = table.into_iter().map(encoded).collect();
-            (state.buffered.clone(), table)
+            (state.buffered.clone(), table, state.commit.take())
         };
         let table_offset = |block: usize| self.shared.region.offset + (2 + block as u64) * BLOCK;
         // The table is in front of the pages.
@@ -298,15 +337,19 @@ impl IndexRegion {
         let mut pieces: Vec<WritePiece> =
             table.iter().map(|(block, data)| piece(table_offset(*block), self.copied(data))).collect();
         pieces.extend(pages.iter().map(|(page, data)| piece(self.page_offset(*page), data.clone())));
-        let (mut written, total) = (0, pieces.len() as u64);
+        let mut more = pieces.len() as u64;
+        if let Some(commit) = commit.as_mut().filter(|_| is_last) {
+            commit.expected = commit.written + more;
+        }
         let mut completed = |bytes: usize| {
             for _ in 0..bytes / BLOCK_SIZE {
-                written += 1;
-                part.iter().for_each(|part| part.step(written, total));
+                more = more.saturating_sub(1);
+                commit.iter_mut().for_each(|commit| commit.written(more));
             }
         };
         self.once_sound(|drive| drive.write_all(&pieces, &mut completed))?;
         let mut state = self.lock();
+        state.commit = commit.filter(|_| !is_last);
         for (page, data) in &pages {
             // Keep a page that was changed in the meantime.
             if state.buffered.get(page).is_some_and(|now| now.as_ptr() == data.as_ptr()) {
@@ -325,11 +368,8 @@ impl IndexRegion {
     }
 
     fn sync(&self) -> io::Result<()> {
-        let (table, part) = {
-            let mut state = self.lock();
-            (std::mem::take(&mut state.dirty_table), state.flush_part.take())
-        };
-        self.write_buffered(table, part.as_ref())?;
+        let table = std::mem::take(&mut self.lock().dirty_table);
+        self.write_buffered(table, true)?;
         self.once_sound(|drive| {
             let mut state = self.lock();
             if std::mem::take(&mut state.header_dirty) {
@@ -433,6 +473,7 @@ impl redb::StorageBackend for IndexRegion {
         let first = len.div_ceil(BLOCK) as usize;
         let end = state.len.div_ceil(BLOCK) as usize;
         for page in first..end {
+            state.written -= usize::from(state.checksums[page] != BLANK);
             state.checksums[page] = BLANK;
             state.dirty_table.insert(page / BLOCK_ENTRIES);
         }
@@ -459,12 +500,13 @@ impl redb::StorageBackend for IndexRegion {
             return Err(failed_before());
         }
         for (page, data) in range.zip(data.chunks_exact(BLOCK_SIZE)) {
+            state.written += usize::from(state.checksums[page] == BLANK);
             state.checksums[page] = entry(crc32c(data));
             state.dirty_table.insert(page / BLOCK_ENTRIES);
             state.buffered.insert(page, self.copied(data));
         }
         let is_full = state.buffered.len() > BUFFERED_PAGES;
         drop(state);
-        if is_full { self.write_buffered(BTreeSet::new(), None) } else { Ok(()) }
+        if is_full { self.write_buffered(BTreeSet::new(), false) } else { Ok(()) }
     }
 }

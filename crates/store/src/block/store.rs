@@ -35,8 +35,8 @@ pub struct MkfsOptions {
     pub size: Option<u64>,
     /// The target's uuid; a random uuid if `None`.
     pub uuid: Option<Uuid>,
-    /// Size of the log, in bytes. The default (`None`) is an eighth of the target, but at most 64
-    /// MiB.
+    /// Size of the log, in bytes. The default (`None`) is 1/32 of the target, but at least 64 MiB and
+    /// at most 256 MiB, and at most an eighth of the target.
     pub log_bytes: Option<u64>,
     /// Size of the index, in bytes. The default (`None`) is about a sixteenth of the target, at least
     /// 2 MiB, and a size that the index can use completely: a power of two, or a multiple of 4 GiB.
@@ -118,8 +118,9 @@ pub struct CheckpointWatch {
 
 impl CheckpointWatch {
     /// Returns the progress of the checkpoint that calls wait for; `None` if no call waits for a
-    /// checkpoint, or the checkpoint waits until the drive has executed another flush. The progress is a number that grows whenever one of the checkpoint's calls to
-    /// the drive returns.
+    /// checkpoint, or the checkpoint waits until the drive has executed another flush. The progress is
+    /// a number that grows whenever one of the checkpoint's calls to the drive returns, and with each
+    /// hundredth of the checkpoint.
     #[must_use]
     pub fn awaited(&self) -> Option<u64> {
         let is_awaited = self.shared.awaits_checkpoint.load(Ordering::Relaxed);

@@ -6,6 +6,12 @@ use base::block::BLOCK;
 /// The use is measured again when the content has changed by this share of the storage, as a
 /// divisor. A measurement reads the whole index.
 const CHANGED: u64 = 32;
+/// Number of bytes of storage that an added byte of keys and values takes at most. Keys that are
+/// added in ascending order may leave pages half full, and long keys need as many bytes in inner
+/// pages as in leaves.
+pub(super) const SPREAD: u64 = 4;
+/// Minimum size of the index reserve, in bytes.
+const RESERVE_MIN: u64 = 256 << 10;
 
 /// Estimate of the bytes of storage that the index uses. A measurement is exact, but reads the whole
 /// index. Between measurements, the estimate follows the number of bytes of keys and values.
@@ -39,11 +45,10 @@ impl IndexUsage {
         self.changed += before.max(after) as u64;
     }
 
-    /// Returns the estimate, in bytes. Keys that are added in ascending order leave pages half full,
-    /// and long keys need as many bytes in inner pages as in leaves, so each added byte counts four
-    /// times. Removed bytes count only at the next measurement, because their pages may stay in use.
+    /// Returns the estimate, in bytes. Removed bytes count only at the next measurement, because their
+    /// pages may stay in use.
     pub(super) fn bytes(&self) -> u64 {
-        self.measured.saturating_add(4 * self.growth.max(0) as u64)
+        self.measured.saturating_add(SPREAD * self.growth.max(0) as u64)
     }
 
     /// Whether the use should be measured: the storage of `total` bytes seems to be more than three
@@ -63,9 +68,17 @@ impl IndexUsage {
 pub(crate) struct IndexSpace {
     pub(crate) total: u64,
     pub(crate) free: u64,
+    /// Whether a measurement may find more free space.
+    pub(crate) may_be_more: bool,
 }
 
 impl IndexSpace {
+    /// Returns the size of the index reserve, in bytes: space for the node's own records, for freeing
+    /// space, and for checkpoints, which write new copies of pages.
+    pub(crate) fn reserve(&self) -> u64 {
+        (self.total / 16).max(RESERVE_MIN)
+    }
+
     /// Returns the number of changed keys for which a commit certainly needs at most `room` bytes. A
     /// commit writes a new copy of each page that it changes.
     pub(crate) fn keys_in(&self, room: u64) -> usize {
@@ -103,7 +116,7 @@ mod tests {
 
     #[test]
     fn the_number_of_keys_is_limited_only_if_a_copy_of_the_index_does_not_fit() {
-        let space = |free| IndexSpace { total: 1000 * BLOCK, free: free * BLOCK };
+        let space = |free| IndexSpace { total: 1000 * BLOCK, free: free * BLOCK, may_be_more: false };
         assert_eq!(space(700).keys_in(300 * BLOCK), usize::MAX);
         assert_eq!(space(600).keys_in(300 * BLOCK), 300);
         assert_eq!(space(600).keys_in(0), 0);

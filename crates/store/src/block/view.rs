@@ -111,14 +111,55 @@ impl Loaded {
     }
 }
 
+/// Size of a layer of changes.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct ChangesSize {
+    /// Memory of the changes, approximately, in bytes.
+    pub(crate) memory: usize,
+    /// Bytes of keys and values that the changes add to the index, minus the bytes that they remove.
+    /// A key whose earlier value is not known counts as added.
+    growth: i64,
+}
+
+impl ChangesSize {
+    /// Memory of a change in addition to the bytes of its key and its value.
+    const ENTRY: usize = 64;
+
+    fn memory(key_len: usize, value: Option<&Bytes>) -> usize {
+        key_len + value.map_or(0, Bytes::len) + ChangesSize::ENTRY
+    }
+
+    /// Records that a change of a key, whose earlier value is `before`, was added. `replaced` is the
+    /// earlier change of the key in the same layer.
+    fn add(
+        &mut self,
+        key_len: usize,
+        value: Option<&Bytes>,
+        replaced: Option<&Option<Bytes>>,
+        before: Option<&Bytes>,
+    ) {
+        let stored = |value: &Bytes| (key_len + value.len()) as i64;
+        self.growth += value.map_or(0, stored) - before.map_or(0, stored);
+        self.memory += ChangesSize::memory(key_len, value);
+        if let Some(replaced) = replaced {
+            self.memory -= ChangesSize::memory(key_len, replaced.as_ref());
+        }
+    }
+
+    /// Returns the number of bytes by which the changes may make the content of the index grow.
+    pub(crate) fn growth(&self) -> u64 {
+        self.growth.max(0) as u64
+    }
+}
+
 /// The layers of the index. The [module](self) documentation describes them.
 #[derive(Debug)]
 pub(crate) struct IndexView {
     active: Changes,
-    active_bytes: usize,
+    active_size: ChangesSize,
     /// The changes that the running checkpoint writes.
     frozen: Option<Arc<Changes>>,
-    frozen_bytes: usize,
+    frozen_size: ChangesSize,
     /// Current values, newer than the drive's values if a layer in memory has the key.
     cache: RefCell<ValueCache>,
     /// Collections and objects with this number or a higher number are not in the index on the
@@ -135,9 +176,9 @@ impl IndexView {
         let cache = RefCell::new(ValueCache::new(cache_bytes));
         IndexView {
             active: Changes::new(),
-            active_bytes: 0,
+            active_size: ChangesSize::default(),
             frozen: None,
-            frozen_bytes: 0,
+            frozen_size: ChangesSize::default(),
             cache,
             base_nid,
             presence,
@@ -160,15 +201,25 @@ impl IndexView {
         true
     }
 
-    /// Returns the number of queued changes that no checkpoint has taken yet, and their size in
-    /// bytes.
-    pub(crate) fn active(&self) -> (usize, usize) {
-        (self.active.len(), self.active_bytes)
+    /// Returns the number of queued changes that no checkpoint has taken yet, and their size.
+    pub(crate) fn active(&self) -> (usize, ChangesSize) {
+        (self.active.len(), self.active_size)
     }
 
-    /// Returns the size of all changes that are not on the drive yet, in bytes.
-    pub(crate) fn changed_bytes(&self) -> usize {
-        self.active_bytes + self.frozen_bytes
+    /// Returns the size of the changes that the running checkpoint writes.
+    pub(crate) fn frozen(&self) -> ChangesSize {
+        self.frozen_size
+    }
+
+    /// Whether all changes are on the drive.
+    pub(crate) fn is_unchanged(&self) -> bool {
+        self.active.is_empty() && self.frozen.is_none()
+    }
+
+    /// Limits the growth by the queued changes to `bytes`, because they cannot make the index grow
+    /// more.
+    pub(crate) fn limit_growth(&mut self, bytes: u64) {
+        self.active_size.growth = self.active_size.growth.min(i64::try_from(bytes).unwrap_or(i64::MAX));
     }
 
     /// Returns the memory of the cached values, approximately, in bytes.
@@ -184,12 +235,14 @@ impl IndexView {
             if is_onode(&key) && value.is_some() {
                 self.presence.insert(&key);
             }
-            match key.first() {
+            let cached = match key.first() {
                 Some(&(key::ONODE | key::LEAF)) => cache.insert(key.clone(), value.clone()),
                 _ => cache.remove(&key),
-            }
-            self.active_bytes += key.len() + value.as_ref().map_or(0, Bytes::len) + 64;
-            self.active.insert(key, value);
+            };
+            let replaced = self.active.insert(key.clone(), value.clone());
+            let known = replaced.as_ref().or(cached.as_ref());
+            let before = known.or_else(|| self.frozen.as_ref()?.get(&key)).and_then(Option::as_ref);
+            self.active_size.add(key.len(), value.as_ref(), replaced.as_ref(), before);
         }
     }
 
@@ -201,7 +254,7 @@ impl IndexView {
     /// Freezes the queued changes and returns them, for a checkpoint.
     pub(crate) fn freeze(&mut self) -> Arc<Changes> {
         assert!(self.frozen.is_none(), "checkpoints do not overlap");
-        self.frozen_bytes = std::mem::take(&mut self.active_bytes);
+        self.frozen_size = std::mem::take(&mut self.active_size);
         let frozen = Arc::new(std::mem::take(&mut self.active));
         self.frozen = Some(Arc::clone(&frozen));
         frozen
@@ -214,7 +267,7 @@ impl IndexView {
         base_nid: u64,
         loaded: impl Iterator<Item = &'a mut Loaded>,
     ) -> Option<Arc<Changes>> {
-        self.frozen_bytes = 0;
+        self.frozen_size = ChangesSize::default();
         self.base_nid = base_nid;
         let changes = self.frozen.take()?;
         loaded.for_each(|l| l.update(&changes));
@@ -287,7 +340,7 @@ impl IndexView {
         let base = base.map(|range| &range.entries);
         let layers: Vec<&Changes> = top.into_iter().chain(self.layers()).chain(base).collect();
         let mut cursors: Vec<_> = layers.iter().map(|l| l.range(bounds()).peekable()).collect();
-        let (mut found, mut bytes) = (Vec::new(), 0);
+        let (mut found, mut bytes, mut removed) = (Vec::new(), 0, 0);
         loop {
             let next = cursors.iter_mut().filter_map(|c| c.peek().map(|(k, _)| (*k).clone())).min();
             let Some(key) = next else { break };
@@ -297,7 +350,10 @@ impl IndexView {
                     value.get_or_insert(v);
                 }
             }
-            let Some(Some(value)) = value else { continue };
+            let Some(Some(value)) = value else {
+                removed += 1;
+                continue;
+            };
             if found.len() >= limit || (!found.is_empty() && bytes + key.len() + value.len() > max_bytes) {
                 return Ok((found, true));
             }
@@ -305,7 +361,10 @@ impl IndexView {
             found.push((key, value.clone()));
         }
         if base_end < *to {
-            return Err(Need::Range { from: base_end, to: to.clone(), limit: limit.saturating_add(1) });
+            // The next call examines the loaded entries again. If most of them are removed, load many
+            // more, so that the number of calls grows only with the logarithm of the entries.
+            let limit = limit.saturating_add(1).max(2 * removed);
+            return Err(Need::Range { from: base_end, to: to.clone(), limit });
         }
         Ok((found, false))
     }
@@ -373,6 +432,68 @@ mod tests {
                 prop_assert!(rounds < 300);
             }
         }
+    }
+
+    #[test]
+    fn only_new_keys_and_longer_values_make_the_index_grow() {
+        let nothing_on_the_drive = || EntryBatch { entries: Vec::new(), resume: None };
+        let mut view = IndexView::new(0, 1 << 20, Presence::new(0));
+        view.presence.scanned(&nothing_on_the_drive());
+        let (key, omap) = (key::onode(7, b"o"), key::omap(9, b"k"));
+        let value = |len: usize| Some(Bytes::from(vec![1; len]));
+        let growth = |view: &IndexView| (view.frozen().growth(), view.active().1.growth());
+        let entry = |len: usize| (key.len() + len) as u64;
+        view.apply([(key.clone(), value(100))]);
+        assert_eq!(growth(&view), (0, entry(100)));
+        let memory = view.active().1.memory;
+        for _ in 0..10 {
+            view.apply([(key.clone(), value(100))]);
+        }
+        assert_eq!((growth(&view), view.active().1.memory), ((0, entry(100)), memory));
+        view.freeze();
+        view.apply([(key.clone(), value(130))]);
+        assert_eq!(growth(&view), (entry(100), 30));
+        view.apply([(key.clone(), None)]);
+        assert_eq!(growth(&view), (entry(100), 0));
+        view.apply([(key.clone(), value(20))]);
+        assert_eq!(growth(&view), (entry(100), 0));
+        view.thaw(0, std::iter::empty());
+        view.freeze();
+        assert_eq!(growth(&view), (0, 0));
+        // The earlier value of this key is not known.
+        view.apply([(omap.clone(), value(10))]);
+        assert_eq!(growth(&view), (0, (omap.len() + 10) as u64));
+        view.limit_growth(5);
+        assert_eq!(growth(&view), (0, 5));
+    }
+
+    /// The removal of many objects is not on the drive yet, and a scan looks for objects that are left.
+    #[test]
+    fn a_scan_passes_over_many_removed_keys_with_few_loads() {
+        let nothing_on_the_drive = || EntryBatch { entries: Vec::new(), resume: None };
+        let onode = |n: u32| key::onode(7, &n.to_be_bytes());
+        let mut view = IndexView::new(1 << 20, 1 << 20, Presence::new(0));
+        view.presence.scanned(&nothing_on_the_drive());
+        let drive: Changes = (0..10_000).map(|n| (onode(n), Some(Bytes::from_static(b"v")))).collect();
+        view.apply((0..9_999).map(|n| (onode(n), None)));
+        let (from, to) = key::range(key::ONODE, 7);
+        let (mut loaded, mut loads) = (Loaded::default(), 0);
+        let found = loop {
+            match view.scan(None, &loaded, &from, &to, 1, 1 << 20) {
+                Ok(found) => break found,
+                Err(Need::Range { from, to, limit }) => {
+                    let mut entries = drive.range(from.clone()..to.clone());
+                    let taken = entries.by_ref().take(limit).map(|(k, v)| (k.clone(), v.clone().unwrap()));
+                    let entries_found = taken.collect();
+                    let resume = entries.next().map(|(k, _)| k.clone());
+                    loaded.insert_range(from, to, EntryBatch { entries: entries_found, resume });
+                    loads += 1;
+                }
+                Err(other) => panic!("{other:?}"),
+            }
+        };
+        assert_eq!(found, (vec![(onode(9_999), Bytes::from_static(b"v"))], false));
+        assert!(loads < 20, "{loads} loads");
     }
 
     /// Regression test. After 262144 new objects, a larger filter was built. It lacked the objects

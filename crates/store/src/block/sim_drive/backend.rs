@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::pin::Pin;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -120,12 +120,11 @@ enum SimJob {
 
 /// A checkpoint whose operations are in the drive's queue.
 struct WrittenCheckpoint {
-    /// Number of operations that the drive had executed when the checkpoint began.
-    first: u64,
     /// Number of operations that the drive must have executed.
     operations: u64,
-    /// The last reported progress of the checkpoint, in thousandths.
-    progress: u64,
+    /// The reports of the checkpoint that were not handed over yet, in their order: the number of
+    /// operations that the drive must have executed before, and the progress in thousandths.
+    reports: Vec<(u64, u64)>,
     result: Result<CheckpointOutcome>,
 }
 
@@ -187,10 +186,17 @@ impl SimBackend {
             SimJob::Load(_) => {}
             SimJob::Loaded(event) => self.mailbox.shared.events.push(event),
             SimJob::Checkpoint(checkpoint) => {
-                let result = checkpoint.run(self.mount.as_ref(), &self.index, &CheckpointPart::silent());
+                let (reports, mount) = (Arc::new(Mutex::new(Vec::new())), Arc::clone(&self.mount));
+                let reported = Arc::clone(&reports);
+                let whole = CheckpointPart::whole(Arc::new(move |progress| {
+                    let operations = mount.drive.lock().queue.entered;
+                    reported.lock().unwrap_or_else(PoisonError::into_inner).push((operations, progress));
+                }));
+                let result = checkpoint.run(self.mount.as_ref(), &self.index, &whole);
                 let operations = self.mount.drive.lock().queue.entered;
-                self.written =
-                    Some(WrittenCheckpoint { first: self.executed, operations, progress: 0, result });
+                let mut reports = reports.lock().unwrap_or_else(PoisonError::into_inner);
+                let reports = std::mem::take(&mut *reports);
+                self.written = Some(WrittenCheckpoint { operations, reports, result });
             }
         }
     }
@@ -270,11 +276,10 @@ impl SimBackend {
             };
             self.mailbox.shared.events.push(CoreEvent::Checkpointed(result));
         }
-        if let Some(written) = &mut self.written {
-            let total = (written.operations - written.first).max(1);
-            let progress = executed.saturating_sub(written.first) * 1000 / total;
-            if progress >= written.progress + 100 {
-                written.progress = progress;
+        // A real checkpoint makes its reports while the drive executes its operations.
+        if let Some(WrittenCheckpoint { reports, .. }) = &mut self.written {
+            let due = reports.partition_point(|(operations, _)| *operations <= executed);
+            if let Some((_, progress)) = reports.drain(..due).last() {
                 self.mailbox.shared.events.push(CoreEvent::CheckpointAdvanced(progress));
             }
         }
