@@ -50,6 +50,12 @@ pub struct SharedLoad {
     duration: Duration,
 }
 
+/// Returns the number at the end of the name of an object. `None` if [`SharedLoad::name`] does not
+/// write the number in this way, as in `007` or `+7`.
+fn number_of(digits: &str) -> Option<usize> {
+    digits.parse().ok().filter(|number: &usize| number.to_string() == digits)
+}
+
 /// The results of one client, or of all clients.
 #[derive(Debug)]
 pub struct LoadResult {
@@ -97,7 +103,11 @@ impl SharedLoad {
     }
 
     fn name(&self, index: u64) -> String {
-        format!("bench-{}-{index}", self.size)
+        format!("{}{index}", self.prefix())
+    }
+
+    fn prefix(&self) -> String {
+        format!("bench-{}-", self.size)
     }
 }
 
@@ -150,11 +160,11 @@ impl ClientLoad {
     pub async fn prepare(&self) -> Result<()> {
         let doing = "preparing the objects";
         let (size, count) = (self.shared.size, self.shared.objects);
-        let prefix = format!("bench-{size}-");
+        let prefix = self.shared.prefix();
         let mut there = vec![false; usize::try_from(count).doing("reading --objects")?];
         let mut names = self.pool.list(&prefix);
         while let Some(name) = names.next().await.doing(doing)? {
-            let index = name.object().strip_prefix(&prefix).and_then(|index| index.parse::<usize>().ok());
+            let index = name.object().strip_prefix(&prefix).and_then(number_of);
             if let Some(found) = index.and_then(|index| there.get_mut(index)) {
                 *found = true;
             }
@@ -274,5 +284,34 @@ impl ClientLoad {
         let shift = (index as usize).wrapping_mul(4099) % NOISE_SHIFT;
         let data = self.shared.noise.slice(shift..shift + self.shared.size);
         self.pool.object(&self.shared.name(index))?.put(data).await.map(|_| ())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use client::engine::MemEngine;
+
+    use super::*;
+
+    /// Returns a client of an engine in memory that has the pool of [`BenchArgs::of`].
+    async fn client() -> Client {
+        let client = Client::over(Arc::new(MemEngine::new()), client::Options::default());
+        client.create_pool("p").await.unwrap();
+        client
+    }
+
+    fn load(client: &Client, args: &BenchArgs) -> ClientLoad {
+        ClientLoad::new(client, &Arc::new(SharedLoad::new(args).unwrap()), 0).unwrap()
+    }
+
+    #[tokio::test]
+    async fn an_object_with_another_spelling_of_a_number_does_not_replace_a_missing_object() {
+        let client = client().await;
+        let load = load(&client, &BenchArgs::of(Workload::Read));
+        for number in ["007", "+7"] {
+            load.pool.object(&format!("bench-4096-{number}")).unwrap().put("x").await.unwrap();
+        }
+        load.prepare().await.unwrap();
+        assert_eq!(load.pool.object("bench-4096-7").unwrap().stat().await.unwrap().size, 4096);
     }
 }

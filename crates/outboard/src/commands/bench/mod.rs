@@ -160,3 +160,22 @@ pub fn run(args: BenchArgs, node: &NodeArgs) -> Result<()> {
     }
     Ok(())
 }
+
+#[cfg(test)]
+impl BenchArgs {
+    /// Arguments of a test: 10 objects of 4 KiB in the pool `p`, and one operation in flight for a second.
+    fn of(workload: Workload) -> BenchArgs {
+        BenchArgs {
+            workload,
+            pool: "p".to_owned(),
+            object_size: ByteSize(4096),
+            in_flight: 1,
+            seconds: 1,
+            objects: Some(10),
+            clients: 1,
+            rate: None,
+            reads: 50,
+            json: false,
+        }
+    }
+}
