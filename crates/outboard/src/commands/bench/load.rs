@@ -34,6 +34,17 @@ pub enum OpKind {
     Write,
 }
 
+/// What a worker does next.
+#[derive(Debug)]
+enum NextStep {
+    /// Starts an operation whose latency counts from this moment.
+    Start(Instant),
+    /// Reports that the operation that was due at this moment was not started before the end.
+    Missed(Instant),
+    /// Ends.
+    End,
+}
+
 /// The part of the load that all clients share.
 #[derive(Debug)]
 pub struct SharedLoad {
@@ -199,13 +210,16 @@ impl ClientLoad {
 
     async fn work(&self, start: Instant) {
         let end = start + self.shared.duration;
-        while let Some(due) = self.next_start(start, end).await {
-            let kind = self.kind();
-            if Instant::now() >= end {
-                self.not_started.set(self.not_started.get() + 1);
-                self.record(kind).borrow_mut().not_started(end.saturating_duration_since(due));
-                continue;
-            }
+        loop {
+            let (kind, due) = match self.next_step(start, end).await {
+                NextStep::Start(due) => (self.kind(), due),
+                NextStep::Missed(due) => {
+                    self.not_started.set(self.not_started.get() + 1);
+                    self.record(self.kind()).borrow_mut().not_started(end.saturating_duration_since(due));
+                    continue;
+                }
+                NextStep::End => return,
+            };
             match self.operation(kind).await {
                 Ok(()) => {
                     let now = Instant::now();
@@ -222,20 +236,23 @@ impl ClientLoad {
         }
     }
 
-    /// Waits until the worker may start an operation. Returns the moment from which its latency counts, or
-    /// `None` if the measurement is over.
-    async fn next_start(&self, start: Instant, end: Instant) -> Option<Instant> {
+    /// Waits until the worker may start an operation, or the measurement is over.
+    async fn next_step(&self, start: Instant, end: Instant) -> NextStep {
         let Some(schedule) = &self.shared.schedule else {
             let now = Instant::now();
-            return (now < end).then_some(now);
+            return if now < end { NextStep::Start(now) } else { NextStep::End };
         };
-        let due = schedule.take(start, end)?;
-        if due <= Instant::now() {
-            return Some(due);
+        let Some(due) = schedule.take(start, end) else { return NextStep::End };
+        let is_early = Instant::now() < due;
+        if is_early {
+            tokio::time::sleep_until(due.into()).await;
         }
-        tokio::time::sleep_until(due.into()).await;
+        let now = Instant::now();
+        if now >= end {
+            return NextStep::Missed(due);
+        }
         // A timer fires up to 2 ms late. An operation for which a worker has waited starts on time.
-        Some(Instant::now())
+        NextStep::Start(if is_early { now } else { due })
     }
 
     fn kind(&self) -> OpKind {
