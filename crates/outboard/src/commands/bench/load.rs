@@ -17,6 +17,10 @@ use super::{BenchArgs, Workload, session};
 use node::failure::{Doing, Result};
 use node::progress::ProgressMeter;
 
+/// Longest delay of a wake-up that does not count for the latency of an operation. Timers fire up to
+/// 2 ms late on an idle machine. A longer delay means that the client got no CPU time.
+const TIMER_TOLERANCE: Duration = Duration::from_millis(2);
+
 /// Extra length, in bytes, of the buffer of random data. Objects start at different offsets of the
 /// buffer.
 const NOISE_SHIFT: usize = 1 << 16;
@@ -251,8 +255,7 @@ impl ClientLoad {
         if now >= end {
             return NextStep::Missed(due);
         }
-        // A timer fires up to 2 ms late. An operation for which a worker has waited starts on time.
-        NextStep::Start(if is_early { now } else { due })
+        NextStep::Start(if is_early { counted_from(due, now) } else { due })
     }
 
     fn kind(&self) -> OpKind {
@@ -304,6 +307,12 @@ impl ClientLoad {
     }
 }
 
+/// Returns the moment from which the latency of an operation counts, if a worker slept until the
+/// operation was due at `due`, and woke up at `now`.
+fn counted_from(due: Instant, now: Instant) -> Instant {
+    now.min(due + TIMER_TOLERANCE)
+}
+
 #[cfg(test)]
 mod tests {
     use client::engine::MemEngine;
@@ -319,6 +328,16 @@ mod tests {
 
     fn load(client: &Client, args: &BenchArgs) -> ClientLoad {
         ClientLoad::new(client, &Arc::new(SharedLoad::new(args).unwrap()), 0).unwrap()
+    }
+
+    #[test]
+    fn the_latency_includes_the_delay_of_a_wake_up_except_the_tolerance_of_timers() {
+        let due = Instant::now();
+        let latency = |ms: u64| {
+            let now = due + Duration::from_millis(ms);
+            now - counted_from(due, now)
+        };
+        assert_eq!([1, 2, 100].map(latency), [0, 0, 98].map(Duration::from_millis));
     }
 
     #[tokio::test]
