@@ -140,7 +140,8 @@ pub async fn measure(
         load = work => load?,
         never = show_time(args.seconds) => match never {},
     };
-    let seconds = start.elapsed().as_secs_f64();
+    let ended = load.ended.unwrap_or_else(Instant::now);
+    let seconds = ended.duration_since(start).as_secs_f64();
     let used = processes.read().since(&before);
     let osd_after = client.status().await.ok();
     let window = osd_before.zip(osd_after).and_then(|(b, a)| OsdMeasurement::between(&b, &a, args.workload));

@@ -1,6 +1,7 @@
 //! The load of a measurement. Each client runs its part in its own thread.
 
 use std::cell::{Cell, RefCell};
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -20,6 +21,9 @@ use node::progress::ProgressMeter;
 /// Longest delay of a wake-up that does not count for the latency of an operation. Timers fire up to
 /// 2 ms late on an idle machine. A longer delay means that the client got no CPU time.
 const TIMER_TOLERANCE: Duration = Duration::from_millis(2);
+
+/// Maximum number of different latencies of the operations that no worker took before the end.
+const MISSED_STEPS: u64 = 10_000;
 
 /// Extra length, in bytes, of the buffer of random data. Objects start at different offsets of the
 /// buffer.
@@ -56,7 +60,7 @@ pub struct SharedLoad {
     workload: Workload,
     size: usize,
     objects: u64,
-    /// Share of reads in a workload that reads and writes.
+    /// Share of reads among the operations.
     reads: f64,
     noise: Bytes,
     next: AtomicU64,
@@ -81,6 +85,8 @@ pub struct LoadResult {
     pub first_error: Option<String>,
     /// Number of operations that were due, and that no worker had started at the end.
     pub not_started: u64,
+    /// The moment at which the last operation ended; `None` if the measurement did not start.
+    pub ended: Option<Instant>,
 }
 
 /// The load of one client.
@@ -93,6 +99,8 @@ pub struct ClientLoad {
     errors: Cell<u64>,
     first_error: RefCell<Option<String>>,
     not_started: Cell<u64>,
+    /// Numbers of the operations of the schedule that no worker of any client took before the end.
+    rest: RefCell<Range<u64>>,
 }
 
 impl SharedLoad {
@@ -109,7 +117,11 @@ impl SharedLoad {
             workload: args.workload,
             size,
             objects: args.object_count(),
-            reads: f64::from(args.reads) / 100.0,
+            reads: match args.workload {
+                Workload::Read | Workload::Randread => 1.0,
+                Workload::Write | Workload::Randwrite => 0.0,
+                Workload::Randrw => f64::from(args.reads) / 100.0,
+            },
             noise: noise.into(),
             next: AtomicU64::new(0),
             schedule: args.rate.map(Schedule::new),
@@ -133,7 +145,7 @@ impl LoadResult {
     /// If a histogram cannot be created.
     pub fn new() -> Result<LoadResult> {
         let (reads, writes) = (OpRecord::new()?, OpRecord::new()?);
-        Ok(LoadResult { reads, writes, errors: 0, first_error: None, not_started: 0 })
+        Ok(LoadResult { reads, writes, errors: 0, first_error: None, not_started: 0, ended: None })
     }
 
     /// Adds the results of a client.
@@ -146,6 +158,7 @@ impl LoadResult {
         self.errors += other.errors;
         self.not_started += other.not_started;
         self.first_error = self.first_error.take().or(other.first_error);
+        self.ended = self.ended.max(other.ended);
         Ok(())
     }
 }
@@ -165,6 +178,7 @@ impl ClientLoad {
             errors: Cell::new(0),
             first_error: RefCell::new(None),
             not_started: Cell::new(0),
+            rest: RefCell::default(),
         })
     }
 
@@ -203,12 +217,15 @@ impl ClientLoad {
     /// Runs the client's part of the load from `start` on, with `in_flight` operations in flight.
     pub async fn run(self, start: Instant, in_flight: u32) -> LoadResult {
         join_all((0..in_flight).map(|_| self.work(start))).await;
+        let ended = Some(Instant::now());
+        self.record_rest();
         LoadResult {
             reads: self.reads.into_inner(),
             writes: self.writes.into_inner(),
             errors: self.errors.get(),
             first_error: self.first_error.into_inner(),
             not_started: self.not_started.get(),
+            ended,
         }
     }
 
@@ -219,7 +236,7 @@ impl ClientLoad {
                 NextStep::Start(due) => (self.kind(), due),
                 NextStep::Missed(due) => {
                     self.not_started.set(self.not_started.get() + 1);
-                    self.record(self.kind()).borrow_mut().not_started(end.saturating_duration_since(due));
+                    self.record(self.kind()).borrow_mut().not_started(end.saturating_duration_since(due), 1);
                     continue;
                 }
                 NextStep::End => return,
@@ -246,24 +263,47 @@ impl ClientLoad {
             let now = Instant::now();
             return if now < end { NextStep::Start(now) } else { NextStep::End };
         };
-        let Some(due) = schedule.take(start, end) else { return NextStep::End };
+        let Some(due) = schedule.take(self.shared.duration) else { return NextStep::End };
+        let due = start + due;
         let is_early = Instant::now() < due;
         if is_early {
             tokio::time::sleep_until(due.into()).await;
         }
         let now = Instant::now();
         if now >= end {
+            // All at once: with a high rate, taking one operation at a time would take seconds, in
+            // which the operations in flight could not complete.
+            let rest = schedule.take_rest(self.shared.duration);
+            if !rest.is_empty() {
+                *self.rest.borrow_mut() = rest;
+            }
             return NextStep::Missed(due);
         }
         NextStep::Start(if is_early { counted_from(due, now) } else { due })
     }
 
+    /// Records the operations that no worker took. Many operations are recorded in a limited number of
+    /// steps. All operations of a step have the latency of the first one, which waited longest.
+    fn record_rest(&self) {
+        let Some(schedule) = &self.shared.schedule else { return };
+        let rest = self.rest.take();
+        let count = rest.end - rest.start;
+        let step = count.div_ceil(MISSED_STEPS).max(1);
+        let mut done = 0;
+        let reads_of = |ops: u64| (ops as f64 * self.shared.reads).round() as u64;
+        while done < count {
+            let until = (done + step).min(count);
+            let waited = self.shared.duration.saturating_sub(schedule.due(rest.start + done));
+            let reads = reads_of(until) - reads_of(done);
+            self.reads.borrow_mut().not_started(waited, reads);
+            self.writes.borrow_mut().not_started(waited, until - done - reads);
+            done = until;
+        }
+        self.not_started.set(self.not_started.get() + count);
+    }
+
     fn kind(&self) -> OpKind {
-        let is_read = match self.shared.workload {
-            Workload::Read | Workload::Randread => true,
-            Workload::Write | Workload::Randwrite => false,
-            Workload::Randrw => self.rng.borrow_mut().random_bool(self.shared.reads),
-        };
+        let is_read = self.rng.borrow_mut().random_bool(self.shared.reads);
         if is_read { OpKind::Read } else { OpKind::Write }
     }
 
@@ -338,6 +378,36 @@ mod tests {
             now - counted_from(due, now)
         };
         assert_eq!([1, 2, 100].map(latency), [0, 0, 98].map(Duration::from_millis));
+    }
+
+    /// The measurement of a day ended a moment ago, so its 864 billion operations were not started.
+    /// Taking one at a time would take hours.
+    #[tokio::test]
+    async fn the_operations_that_no_worker_started_are_recorded_at_once() {
+        let day = 86_400;
+        let rate = Some(10_000_000);
+        let args = BenchArgs { rate, seconds: day, reads: 25, ..BenchArgs::of(Workload::Randrw) };
+        let start = Instant::now().checked_sub(args.duration()).unwrap();
+        let result = load(&client().await, &args).run(start, 2).await;
+        assert_eq!((result.not_started, result.reads.ops() + result.writes.ops()), (864_000_000_000, 0));
+        let (reads, writes) = (result.reads.latency(), result.writes.latency());
+        assert_eq!(reads.len() + writes.len(), result.not_started);
+        assert!((reads.len() * 4).abs_diff(result.not_started) < 10, "{} reads", reads.len());
+        for quantile in [0.1, 0.5, 0.9, 1.0] {
+            // A histogram records no latency above ten minutes, so most operations have this one.
+            assert!(writes.value_at_quantile(quantile) >= 599_000_000_000, "{quantile}");
+        }
+    }
+
+    #[tokio::test]
+    async fn the_latencies_of_operations_that_were_not_started_are_evenly_distributed() {
+        let args = BenchArgs { rate: Some(1_000_000), seconds: 100, ..BenchArgs::of(Workload::Write) };
+        let start = Instant::now().checked_sub(args.duration()).unwrap();
+        let result = load(&client().await, &args).run(start, 2).await;
+        for (quantile, seconds) in [(0.001, 0.1), (0.25, 25.0), (0.5, 50.0), (0.999, 99.9), (1.0, 100.0)] {
+            let found = result.writes.latency().value_at_quantile(quantile) as f64 / 1e9;
+            assert!((found / seconds - 1.0).abs() < 0.15, "{quantile}: {found} s");
+        }
     }
 
     #[tokio::test]

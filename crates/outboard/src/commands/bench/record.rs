@@ -45,10 +45,13 @@ impl OpRecord {
         self.latency.saturating_record(nanos(latency));
     }
 
-    /// Records an operation that was due, and was not started before the end of the measurement. It has
-    /// the latency `waited`, and does not count as an operation.
-    pub fn not_started(&mut self, waited: Duration) {
-        self.latency.saturating_record(nanos(waited));
+    /// Records `count` operations that were due, and were not started before the end of the measurement.
+    /// They have the latency `waited`, and do not count as operations.
+    pub fn not_started(&mut self, waited: Duration, count: u64) {
+        // A count of zero would change the histogram's maximum.
+        if count > 0 {
+            self.latency.saturating_record_n(nanos(waited), count);
+        }
     }
 
     /// Adds the operations of another record of the same measurement.
@@ -127,9 +130,10 @@ mod tests {
     fn an_operation_that_was_not_started_has_a_latency_and_is_not_counted() {
         let mut record = OpRecord::new().unwrap();
         record.complete(MS, MS);
-        record.not_started(4000 * MS);
-        assert_eq!((record.ops(), record.per_second(1)), (1, vec![1]));
-        assert!(record.latency().max() >= nanos(4000 * MS));
+        record.not_started(4000 * MS, 2);
+        record.not_started(9000 * MS, 0);
+        assert_eq!((record.ops(), record.per_second(1), record.latency().len()), (1, vec![1], 3));
+        assert!((nanos(4000 * MS)..nanos(5000 * MS)).contains(&record.latency().max()));
     }
 
     #[test]
