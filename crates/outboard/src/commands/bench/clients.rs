@@ -23,7 +23,7 @@ use node::progress::ProgressMeter;
 enum ClientNote {
     /// The client is connected, and waits for the start.
     Ready,
-    /// The client has ended.
+    /// The client's load has ended, or the client has failed.
     Ended(Box<Result<LoadResult>>),
 }
 
@@ -35,8 +35,8 @@ pub struct FurtherClients {
 }
 
 impl FurtherClients {
-    /// Starts the threads of the clients. The clients end after the measurement, or when the returned
-    /// value is dropped.
+    /// Starts the threads of the clients. The clients end when the returned value is dropped. Until
+    /// then, the usage of their threads can be read.
     ///
     /// # Errors
     /// If a thread cannot be started.
@@ -50,18 +50,25 @@ impl FurtherClients {
         let (noted, notes) = mpsc::unbounded_channel();
         let spawn = |number: u32| {
             let (node, options, shared) = (node.clone(), options.clone(), Arc::clone(shared));
-            let (started, noted, in_flight) = (started.clone(), noted.clone(), args.in_flight_of(number));
+            let (mut started, noted, in_flight) = (started.clone(), noted.clone(), args.in_flight_of(number));
             thread::spawn(ThreadClass::Client, &number.to_string(), move || {
-                let to_main = noted.clone();
+                // Ignore errors of sending: without a receiver, the first client has failed.
+                let mut noted = Some(noted);
+                let to_main = &mut noted;
                 let body = async move |client: Client| {
                     let load = ClientLoad::new(&client, &shared, number)?;
-                    // The receiver lives as long as the start is awaited.
-                    let _ = to_main.send(ClientNote::Ready);
-                    run_once_started(load, started, in_flight).await
+                    let _ = to_main.as_ref().map(|main| main.send(ClientNote::Ready));
+                    let result = run_once_started(load, &mut started, in_flight).await?;
+                    // The sender is dropped before the wait, so that the first client notices if
+                    // another client panics.
+                    let _ = to_main.take().map(|main| main.send(ClientNote::Ended(Box::new(Ok(result)))));
+                    until_dropped(started).await;
+                    Ok(())
                 };
                 let result = session::run_here(&node, options, body);
-                // The first client has failed if there is no receiver.
-                let _ = noted.send(ClientNote::Ended(Box::new(result)));
+                if let (Err(error), Some(main)) = (result, noted) {
+                    let _ = main.send(ClientNote::Ended(Box::new(Err(error))));
+                }
             })
             .doing("starting a client")
         };
@@ -99,7 +106,7 @@ fn ended() -> Failure {
 
 async fn run_once_started(
     load: ClientLoad,
-    mut started: watch::Receiver<Option<Instant>>,
+    started: &mut watch::Receiver<Option<Instant>>,
     in_flight: u32,
 ) -> Result<LoadResult> {
     let start = started.wait_for(Option::is_some).await.ok().and_then(|start| *start);
@@ -108,6 +115,11 @@ async fn run_once_started(
         // The first client has failed, and reports why.
         None => LoadResult::new(),
     }
+}
+
+/// Waits until the [`FurtherClients`] are dropped.
+async fn until_dropped(mut started: watch::Receiver<Option<Instant>>) {
+    while started.changed().await.is_ok() {}
 }
 
 /// Prepares the objects, measures, and computes the results.
@@ -143,6 +155,7 @@ pub async fn measure(
     let ended = load.ended.unwrap_or_else(Instant::now);
     let seconds = ended.duration_since(start).as_secs_f64();
     let used = processes.read().since(&before);
+    drop(others);
     let osd_after = client.status().await.ok();
     let window = osd_before.zip(osd_after).and_then(|(b, a)| OsdMeasurement::between(&b, &a, args.workload));
     if let Some(why) = &load.first_error {
@@ -163,5 +176,31 @@ async fn show_time(seconds: u32) -> std::convert::Infallible {
     loop {
         tokio::time::sleep(Duration::from_secs(1)).await;
         progress.add(1);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The usage of a thread that has ended does not count for its class.
+    #[tokio::test]
+    async fn a_client_that_has_ended_its_load_keeps_its_thread_until_it_is_dropped() {
+        let dir = tempfile::tempdir().unwrap();
+        let endpoint = Some(format!("mem:{}", dir.path().join("objects").display()));
+        let node = NodeArgs { dir: None, endpoint, network: Default::default(), bind: None };
+        let args = BenchArgs { in_flight: 2, clients: 2, ..BenchArgs::of(Workload::Write) };
+        let shared = Arc::new(SharedLoad::new(&args).unwrap());
+        let (mut others, threads) =
+            FurtherClients::start(&args, &node, &Options::default(), &shared).unwrap();
+        others.ready().await.unwrap();
+        others.start.send_replace(Some(Instant::now()));
+        let mut sum = LoadResult::new().unwrap();
+        others.add_to(&mut sum).await.unwrap();
+        // A thread that does not wait ends within this time.
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        assert!(sum.ended.is_some() && !threads[0].is_finished());
+        drop(others);
+        threads.into_iter().for_each(|thread| thread.join().unwrap());
     }
 }
