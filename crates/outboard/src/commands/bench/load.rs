@@ -236,7 +236,9 @@ impl ClientLoad {
                 NextStep::Start(due) => (self.kind(), due),
                 NextStep::Missed(due) => {
                     self.not_started.set(self.not_started.get() + 1);
-                    self.record(self.kind()).borrow_mut().not_started(end.saturating_duration_since(due), 1);
+                    self.record(self.kind())
+                        .borrow_mut()
+                        .without_success(end.saturating_duration_since(due), 1);
                     continue;
                 }
                 NextStep::End => return,
@@ -248,6 +250,9 @@ impl ClientLoad {
                 }
                 Err(e) => {
                     self.errors.set(self.errors.get() + 1);
+                    if self.shared.schedule.is_some() {
+                        self.record(kind).borrow_mut().without_success(due.elapsed(), 1);
+                    }
                     self.first_error.borrow_mut().get_or_insert_with(|| e.to_string());
                     // Operations on a node that is down fail at once, so pause before the next
                     // operation.
@@ -295,8 +300,8 @@ impl ClientLoad {
             let until = (done + step).min(count);
             let waited = self.shared.duration.saturating_sub(schedule.due(rest.start + done));
             let reads = reads_of(until) - reads_of(done);
-            self.reads.borrow_mut().not_started(waited, reads);
-            self.writes.borrow_mut().not_started(waited, until - done - reads);
+            self.reads.borrow_mut().without_success(waited, reads);
+            self.writes.borrow_mut().without_success(waited, until - done - reads);
             done = until;
         }
         self.not_started.set(self.not_started.get() + count);
@@ -407,6 +412,19 @@ mod tests {
         for (quantile, seconds) in [(0.001, 0.1), (0.25, 25.0), (0.5, 50.0), (0.999, 99.9), (1.0, 100.0)] {
             let found = result.writes.latency().value_at_quantile(quantile) as f64 / 1e9;
             assert!((found / seconds - 1.0).abs() < 0.15, "{quantile}: {found} s");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_failed_operation_has_a_latency_if_operations_are_due_at_a_rate() {
+        let client = client().await;
+        for rate in [Some(100), None] {
+            // The objects do not exist, so all reads fail.
+            let args = BenchArgs { rate, ..BenchArgs::of(Workload::Read) };
+            let result = load(&client, &args).run(Instant::now(), 1).await;
+            assert!(result.errors > 0 && result.reads.ops() == 0, "{rate:?}: {result:?}");
+            let recorded = if rate.is_some() { result.errors + result.not_started } else { 0 };
+            assert_eq!(result.reads.latency().len(), recorded, "{rate:?}");
         }
     }
 

@@ -46,7 +46,8 @@ pub enum Workload {
 /// moment at which it is due, also if too many earlier operations are in flight. The latency thus
 /// includes stalls of the node, and of this program, that a closed loop hides. It excludes the first
 /// 2 ms of delay of the timer that wakes this program for an operation. Operations that were due and
-/// could not be started before the end are reported; their latency counts up to the end.
+/// could not be started before the end are reported; their latency counts up to the end. The latency
+/// of a failed operation counts up to the failure; without --rate, failed operations have no latency.
 ///
 /// "in the worst second" is the smallest number of operations that completed in one of the seconds
 /// of the measurement. "longest pause" is the longest time without a completed operation, rounded

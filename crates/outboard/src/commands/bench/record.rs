@@ -13,7 +13,7 @@ const LONGEST: Duration = Duration::from_secs(600);
 const SLICE: Duration = Duration::from_millis(10);
 const SLICES_PER_SECOND: usize = 100;
 
-/// The operations of one kind that succeeded.
+/// The operations of one kind. An operation that failed or was not started has only a latency.
 #[derive(Debug, Clone)]
 pub struct OpRecord {
     /// In ns, with three significant digits.
@@ -45,9 +45,9 @@ impl OpRecord {
         self.latency.saturating_record(nanos(latency));
     }
 
-    /// Records `count` operations that were due, and were not started before the end of the measurement.
-    /// They have the latency `waited`, and do not count as operations.
-    pub fn not_started(&mut self, waited: Duration, count: u64) {
+    /// Records `count` operations of a schedule that failed, or were not started before the end of the
+    /// measurement. They have the latency `waited`, and do not count as operations.
+    pub fn without_success(&mut self, waited: Duration, count: u64) {
         // A count of zero would change the histogram's maximum.
         if count > 0 {
             self.latency.saturating_record_n(nanos(waited), count);
@@ -68,7 +68,7 @@ impl OpRecord {
         Ok(())
     }
 
-    /// Number of operations that completed.
+    /// Number of operations that succeeded.
     pub fn ops(&self) -> u64 {
         self.ops
     }
@@ -127,11 +127,11 @@ mod tests {
     }
 
     #[test]
-    fn an_operation_that_was_not_started_has_a_latency_and_is_not_counted() {
+    fn an_operation_without_success_has_a_latency_and_is_not_counted() {
         let mut record = OpRecord::new().unwrap();
         record.complete(MS, MS);
-        record.not_started(4000 * MS, 2);
-        record.not_started(9000 * MS, 0);
+        record.without_success(4000 * MS, 2);
+        record.without_success(9000 * MS, 0);
         assert_eq!((record.ops(), record.per_second(1), record.latency().len()), (1, vec![1], 3));
         assert!((nanos(4000 * MS)..nanos(5000 * MS)).contains(&record.latency().max()));
     }

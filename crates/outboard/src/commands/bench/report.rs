@@ -80,7 +80,8 @@ pub struct KindReport {
     pub latency_us: Latency,
 }
 
-/// Latency of the operations that succeeded.
+/// Latency of the operations that succeeded. With a rate, it includes operations that failed or were
+/// not started.
 #[derive(Debug, Serialize)]
 pub struct Latency {
     pub mean: f64,
