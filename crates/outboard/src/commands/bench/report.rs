@@ -46,7 +46,7 @@ pub struct BenchReport {
     #[serde(flatten)]
     pub over_time: OverTime,
     pub latency_us: Latency,
-    /// Reads and writes separately, by `read` and `write`; kinds without operations are missing.
+    /// Reads and writes separately, by `read` and `write`; kinds without latencies are missing.
     pub by_kind: BTreeMap<&'static str, KindReport>,
     /// Breakdown of the osd's part of the latency; missing if the osd did not report it or was
     /// restarted.
@@ -155,7 +155,7 @@ impl BenchReport {
             over_time: OverTime::of(record, args.seconds),
             latency_us: Latency::of(record.latency()),
         };
-        let by_kind = kinds.iter().filter(|(_, record)| record.ops() > 0);
+        let by_kind = kinds.iter().filter(|(_, record)| !record.latency().is_empty());
         let by_kind = by_kind.map(|(name, record)| (*name, of_kind(record))).collect();
         let mut all = load.reads.clone();
         all.merge(&load.writes)?;
@@ -256,5 +256,39 @@ impl fmt::Display for BenchReport {
             }
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    const MS: Duration = Duration::from_millis(1);
+
+    fn report(args: &BenchArgs, load: LoadResult) -> BenchReport {
+        let counts = MeasuredCounts { seconds: 1.0, load, used: Vec::new(), window: None };
+        BenchReport::new(args, None, counts).unwrap()
+    }
+
+    #[test]
+    fn a_kind_whose_operations_were_not_started_has_a_latency() {
+        let mut load = LoadResult::new().unwrap();
+        load.reads.complete(MS, MS);
+        load.writes.without_success(500 * MS, 3);
+        let args = BenchArgs { rate: Some(4), ..BenchArgs::of(Workload::Randrw) };
+        let report = report(&args, load);
+        assert_eq!(report.by_kind.keys().collect::<Vec<_>>(), [&"read", &"write"]);
+        let writes = &report.by_kind["write"];
+        assert!(writes.ops == 0 && writes.latency_us.p50 > 490_000.0, "{writes:?}");
+    }
+
+    #[test]
+    fn a_kind_without_operations_is_missing() {
+        let mut load = LoadResult::new().unwrap();
+        load.reads.complete(MS, MS);
+        let report = report(&BenchArgs::of(Workload::Read), load);
+        assert_eq!(report.by_kind.keys().collect::<Vec<_>>(), [&"read"]);
     }
 }
