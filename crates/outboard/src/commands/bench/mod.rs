@@ -51,7 +51,7 @@ pub enum Workload {
 ///
 /// "in the worst second" is the smallest number of operations that completed in one of the seconds
 /// of the measurement. "longest pause" is the longest time without a completed operation, rounded
-/// down to 10 ms.
+/// down to 10 ms. A pause at the end of the measurement counts up to the next completion.
 ///
 /// Latency is measured in this program. Below the latency, the output divides the osd's part of it
 /// into phases: in "host write" the store worked (wrote or read); in "dma" a transfer was in

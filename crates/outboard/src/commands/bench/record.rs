@@ -87,16 +87,21 @@ impl OpRecord {
         (0..seconds as usize).map(of).collect()
     }
 
-    /// Returns the longest time without a completion in the first `seconds` seconds, rounded down to
-    /// slices of 10 ms.
-    pub fn longest_pause(&self, seconds: u32) -> Duration {
-        let (mut longest, mut pause) = (0, 0);
-        for slice in 0..seconds as usize * SLICES_PER_SECOND {
-            let is_idle = self.completed.get(slice).is_none_or(|count| *count == 0);
-            pause = if is_idle { pause + 1 } else { 0 };
-            longest = longest.max(pause);
+    /// Returns the longest time without a completion, rounded down to slices of 10 ms. A pause counts
+    /// if it begins in the first `measured`. It ends with the next completion, also after that time. If
+    /// no completion follows, it ends with that time.
+    pub fn longest_pause(&self, measured: Duration) -> Duration {
+        let end = usize::try_from(measured.as_nanos() / SLICE.as_nanos()).unwrap_or(usize::MAX);
+        let (mut longest, mut begin) = (0, 0);
+        for (slice, _) in self.completed.iter().enumerate().filter(|(_, count)| **count > 0) {
+            if begin >= end {
+                break;
+            }
+            longest = longest.max(slice - begin);
+            begin = slice + 1;
         }
-        SLICE * longest
+        longest = longest.max(end.saturating_sub(begin));
+        SLICE * u32::try_from(longest).unwrap_or(u32::MAX)
     }
 }
 
@@ -111,7 +116,7 @@ mod tests {
     const MS: Duration = Duration::from_millis(1);
 
     #[test]
-    fn completions_are_counted_by_second_and_pauses_end_with_the_measurement() {
+    fn completions_are_counted_by_second_and_pauses_end_with_a_completion() {
         let (mut one, mut other) = (OpRecord::new().unwrap(), OpRecord::new().unwrap());
         for ms in [5, 300, 999, 1000] {
             one.complete(ms * MS, 2 * MS);
@@ -121,8 +126,9 @@ mod tests {
         one.merge(&other).unwrap();
         assert_eq!(one.per_second(3), [4, 1, 0]);
         assert_eq!(one.ops(), 6, "the last one completed after the end");
-        assert_eq!(one.longest_pause(3), 1990 * MS, "from 1.01 s to the end");
-        assert_eq!(one.longest_pause(1), 390 * MS, "from 0.31 s to 0.70 s");
+        assert_eq!(one.longest_pause(3000 * MS), 2490 * MS, "from 1.01 s to 3.50 s");
+        assert_eq!(one.longest_pause(1000 * MS), 390 * MS, "from 0.31 s to 0.70 s");
+        assert_eq!(one.longest_pause(9000 * MS), 5490 * MS, "from 3.51 s to the end");
         assert_eq!(one.latency().len(), 6);
     }
 
@@ -138,6 +144,6 @@ mod tests {
 
     #[test]
     fn a_measurement_without_operations_is_one_pause() {
-        assert_eq!(OpRecord::new().unwrap().longest_pause(7), Duration::from_secs(7));
+        assert_eq!(OpRecord::new().unwrap().longest_pause(7000 * MS), 7000 * MS);
     }
 }

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::time::Duration;
 
 use base::thread::ThreadClass;
 use hdrhistogram::Histogram;
@@ -66,7 +67,8 @@ pub struct OverTime {
     pub per_second: Vec<u64>,
     /// The smallest of these numbers.
     pub min_per_second: u64,
-    /// Longest time without a completed operation in ms, rounded down to 10 ms.
+    /// Longest time without a completed operation in ms, rounded down to 10 ms. A pause at the end of
+    /// the measurement counts up to the next completion.
     pub longest_pause_ms: u64,
 }
 
@@ -104,10 +106,11 @@ pub struct MeasuredCounts {
 impl OverTime {
     fn of(record: &OpRecord, seconds: u32) -> OverTime {
         let per_second = record.per_second(seconds);
+        let pause = record.longest_pause(Duration::from_secs(u64::from(seconds)));
         OverTime {
             min_per_second: per_second.iter().copied().min().unwrap_or(0),
             per_second,
-            longest_pause_ms: u64::try_from(record.longest_pause(seconds).as_millis()).unwrap_or(u64::MAX),
+            longest_pause_ms: u64::try_from(pause.as_millis()).unwrap_or(u64::MAX),
         }
     }
 }
@@ -261,8 +264,6 @@ impl fmt::Display for BenchReport {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use super::*;
 
     const MS: Duration = Duration::from_millis(1);
