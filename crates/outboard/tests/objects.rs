@@ -294,6 +294,17 @@ fn bench_prints_the_json_fields_that_scripts_use() {
     }
 }
 
+/// The harness kills a store at a fixed time after this line.
+#[test]
+fn bench_announces_the_start_of_the_measurement_after_the_preparation() {
+    let node = Node::up("mem");
+    let args = ["bench", "read", "--pool", "p", "--object-size", "4KiB", "--objects", "10"];
+    let output = node.run(&[&args[..], &["--seconds", "1", "--announce"]].concat());
+    assert_eq!(String::from_utf8(output.stderr).unwrap(), "outboard: the measurement has started\n");
+    let missing = [&args[..3], &["nowhere", "--seconds", "1", "--announce"]].concat();
+    assert!(!node.fails(1, &missing).contains("started"), "the objects cannot be prepared");
+}
+
 /// Three clients read and write at a low rate, so that all operations that are due are started.
 #[test]
 fn bench_starts_operations_of_several_clients_at_a_fixed_rate() {

@@ -143,6 +143,9 @@ pub async fn measure(
     let before = processes.read();
     let start = Instant::now();
     others.start.send_replace(Some(start));
+    if args.announce {
+        output::note("the measurement has started");
+    }
     let work = async {
         let mut sum = load.run(start, args.in_flight_of(0)).await;
         others.add_to(&mut sum).await?;

@@ -105,6 +105,9 @@ pub struct BenchArgs {
     /// Print one JSON object
     #[arg(long)]
     pub json: bool,
+    /// Print a line on standard error when the objects are prepared and the measurement starts
+    #[arg(long)]
+    pub announce: bool,
 }
 
 impl BenchArgs {
@@ -178,6 +181,7 @@ impl BenchArgs {
             rate: None,
             reads: 50,
             json: false,
+            announce: false,
         }
     }
 }
