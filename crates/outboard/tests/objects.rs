@@ -2,11 +2,13 @@
 //! a real node in both placements, and on the reference engine.
 
 use std::fs;
-use std::io::{Read, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt, symlink};
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
+
+use rustix::process::{Pid, Signal, kill_process};
 
 /// The engines on which the object commands run: a node in each placement, and the reference
 /// engine.
@@ -303,6 +305,25 @@ fn bench_announces_the_start_of_the_measurement_after_the_preparation() {
     assert_eq!(String::from_utf8(output.stderr).unwrap(), "outboard: the measurement has started\n");
     let missing = [&args[..3], &["nowhere", "--seconds", "1", "--announce"]].concat();
     assert!(!node.fails(1, &missing).contains("started"), "the objects cannot be prepared");
+}
+
+#[test]
+fn an_interrupted_bench_reports_what_it_has_measured() {
+    let node = Node::up("mem");
+    let args = ["bench", "write", "--pool", "p", "--object-size", "4KiB", "--objects", "10"];
+    let mut command = node.command(&[&args[..], &["--seconds", "3600", "--announce", "--json"]].concat());
+    let mut bench = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut line = String::new();
+    BufReader::new(bench.stderr.as_mut().unwrap()).read_line(&mut line).unwrap();
+    assert!(line.contains("started"), "{line}");
+    std::thread::sleep(std::time::Duration::from_millis(200));
+    kill_process(Pid::from_child(&bench), Signal::INT).unwrap();
+    let output = bench.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(130), "{output:?}");
+    let out: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    let seconds = out["seconds"].as_f64().unwrap();
+    assert!(out["interrupted"] == true && seconds < 3600.0 && out["ops"].as_u64().unwrap() > 0, "{out}");
+    assert_eq!(out["per_second"].as_array().unwrap().len(), seconds as usize, "{out}");
 }
 
 /// Three clients read and write at a low rate, so that all operations that are due are started.

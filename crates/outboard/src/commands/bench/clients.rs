@@ -7,13 +7,14 @@ use std::time::{Duration, Instant};
 
 use base::thread::{self, ThreadClass};
 use client::{Client, Options};
+use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::{mpsc, watch};
 
 use super::accounting::Processes;
 use super::breakdown::OsdMeasurement;
 use super::load::{ClientLoad, LoadResult, SharedLoad};
 use super::report::{BenchReport, MeasuredCounts};
-use super::{BenchArgs, Workload, session};
+use super::{BenchArgs, EXIT_INTERRUPTED, Workload, session};
 use crate::args::NodeArgs;
 use crate::output;
 use node::failure::{Doing, Failure, Result};
@@ -122,7 +123,8 @@ async fn until_dropped(mut started: watch::Receiver<Option<Instant>>) {
     while started.changed().await.is_ok() {}
 }
 
-/// Prepares the objects, measures, and computes the results.
+/// Prepares the objects, measures, and computes the results. From the start of the measurement on,
+/// SIGINT ends it early.
 ///
 /// # Errors
 /// If the objects cannot be prepared, a client fails, or no operation succeeds.
@@ -141,6 +143,7 @@ pub async fn measure(
     // Ignore an error: without the osd's answer, only the breakdown by phase is missing.
     let osd_before = client.status().await.ok();
     let before = processes.read();
+    let interrupts = signal(SignalKind::interrupt()).doing("preparing for Ctrl-C")?;
     let start = Instant::now();
     others.start.send_replace(Some(start));
     if args.announce {
@@ -149,28 +152,39 @@ pub async fn measure(
     let work = async {
         let mut sum = load.run(start, args.in_flight_of(0)).await;
         others.add_to(&mut sum).await?;
-        Ok(sum)
+        let used = processes.read().since(&before);
+        drop(others);
+        Ok::<_, Failure>((sum, used, client.status().await.ok()))
     };
-    let load = tokio::select! {
-        load = work => load?,
+    let (load, used, osd_after) = tokio::select! {
+        done = work => done?,
         never = show_time(args.seconds) => match never {},
+        never = obey_interrupts(interrupts, shared) => match never {},
     };
     let ended = load.ended.unwrap_or_else(Instant::now);
     let seconds = ended.duration_since(start).as_secs_f64();
-    let used = processes.read().since(&before);
-    drop(others);
-    let osd_after = client.status().await.ok();
+    let (measured, interrupted) = (shared.measured(start), shared.is_stopped_early(start));
     let window = osd_before.zip(osd_after).and_then(|(b, a)| OsdMeasurement::between(&b, &a, args.workload));
     if let Some(why) = &load.first_error {
         output::note(format!("{} operations failed; the first one: {why}", load.errors));
     }
     if load.reads.ops() + load.writes.ops() == 0 {
-        return Err(Failure::new(
-            "measuring",
-            "no operation succeeded; the message above states the first error",
-        ));
+        let why = match load.errors {
+            0 => "the measurement ended before an operation completed; choose a longer one",
+            _ => "no operation succeeded; the message above states the first error",
+        };
+        return Err(Failure::new("measuring", why));
     }
-    BenchReport::new(args, processes.placement(), MeasuredCounts { seconds, load, used, window })
+    let counts = MeasuredCounts { seconds, measured, interrupted, load, used, window };
+    BenchReport::new(args, processes.placement(), counts)
+}
+
+/// Ends the measurement at the first SIGINT, and the process at the second one; never returns.
+async fn obey_interrupts(mut interrupts: Signal, shared: &SharedLoad) -> std::convert::Infallible {
+    interrupts.recv().await;
+    shared.stop();
+    interrupts.recv().await;
+    std::process::exit(EXIT_INTERRUPTED)
 }
 
 /// Shows the elapsed time; never returns.

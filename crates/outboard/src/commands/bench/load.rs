@@ -11,6 +11,7 @@ use client::{Client, Pool};
 use futures::future::join_all;
 use rand::rngs::SmallRng;
 use rand::{Rng, RngCore, SeedableRng};
+use tokio::sync::watch;
 
 use super::record::OpRecord;
 use super::schedule::Schedule;
@@ -47,8 +48,8 @@ pub enum OpKind {
 enum NextStep {
     /// Starts an operation whose latency counts from this moment.
     Start(Instant),
-    /// Reports that the operation that was due at this moment was not started before the end.
-    Missed(Instant),
+    /// Reports that an operation was not started before the end. It has waited for this time.
+    Missed(Duration),
     /// Ends.
     End,
 }
@@ -66,7 +67,10 @@ pub struct SharedLoad {
     next: AtomicU64,
     /// `None` if a worker starts an operation as soon as its last one has completed.
     schedule: Option<Schedule>,
+    /// Duration of the measurement unless [`SharedLoad::stop`] ends it early.
     duration: Duration,
+    /// The moment of the first call of [`SharedLoad::stop`].
+    stopped: watch::Sender<Option<Instant>>,
 }
 
 /// Returns the number at the end of the name of an object. `None` if [`SharedLoad::name`] does not
@@ -126,7 +130,28 @@ impl SharedLoad {
             next: AtomicU64::new(0),
             schedule: args.rate.map(Schedule::new),
             duration: args.duration(),
+            stopped: watch::Sender::new(None),
         })
+    }
+
+    /// Ends the measurement. No operation starts from now on.
+    pub fn stop(&self) {
+        self.stopped.send_if_modified(|stopped| {
+            let is_first = stopped.is_none();
+            stopped.get_or_insert_with(Instant::now);
+            is_first
+        });
+    }
+
+    /// Returns the time in which operations start in a measurement that started at `start`.
+    pub fn measured(&self, start: Instant) -> Duration {
+        let stopped = self.stopped.borrow().map(|stopped| stopped.saturating_duration_since(start));
+        stopped.map_or(self.duration, |stopped| stopped.min(self.duration))
+    }
+
+    /// Returns whether [`SharedLoad::stop`] ended a measurement early that started at `start`.
+    pub fn is_stopped_early(&self, start: Instant) -> bool {
+        self.measured(start) < self.duration
     }
 
     fn name(&self, index: u64) -> String {
@@ -218,7 +243,7 @@ impl ClientLoad {
     pub async fn run(self, start: Instant, in_flight: u32) -> LoadResult {
         join_all((0..in_flight).map(|_| self.work(start))).await;
         let ended = Some(Instant::now());
-        self.record_rest();
+        self.record_rest(self.shared.measured(start));
         LoadResult {
             reads: self.reads.into_inner(),
             writes: self.writes.into_inner(),
@@ -230,15 +255,13 @@ impl ClientLoad {
     }
 
     async fn work(&self, start: Instant) {
-        let end = start + self.shared.duration;
+        let mut stopped = self.shared.stopped.subscribe();
         loop {
-            let (kind, due) = match self.next_step(start, end).await {
+            let (kind, due) = match self.next_step(start, &mut stopped).await {
                 NextStep::Start(due) => (self.kind(), due),
-                NextStep::Missed(due) => {
+                NextStep::Missed(waited) => {
                     self.not_started.set(self.not_started.get() + 1);
-                    self.record(self.kind())
-                        .borrow_mut()
-                        .without_success(end.saturating_duration_since(due), 1);
+                    self.record(self.kind()).borrow_mut().without_success(waited, 1);
                     continue;
                 }
                 NextStep::End => return,
@@ -263,33 +286,39 @@ impl ClientLoad {
     }
 
     /// Waits until the worker may start an operation, or the measurement is over.
-    async fn next_step(&self, start: Instant, end: Instant) -> NextStep {
+    async fn next_step(&self, start: Instant, stopped: &mut watch::Receiver<Option<Instant>>) -> NextStep {
         let Some(schedule) = &self.shared.schedule else {
             let now = Instant::now();
-            return if now < end { NextStep::Start(now) } else { NextStep::End };
+            let is_over = now - start >= self.shared.measured(start);
+            return if is_over { NextStep::End } else { NextStep::Start(now) };
         };
-        let Some(due) = schedule.take(self.shared.duration) else { return NextStep::End };
-        let due = start + due;
+        let Some(due_after) = schedule.take(self.shared.measured(start)) else { return NextStep::End };
+        let due = start + due_after;
         let is_early = Instant::now() < due;
         if is_early {
-            tokio::time::sleep_until(due.into()).await;
+            tokio::select! {
+                () = tokio::time::sleep_until(due.into()) => {}
+                _ = stopped.wait_for(Option::is_some) => {}
+            }
         }
-        let now = Instant::now();
-        if now >= end {
+        let (now, measured) = (Instant::now(), self.shared.measured(start));
+        if now - start >= measured {
             // All at once: with a high rate, taking one operation at a time would take seconds, in
             // which the operations in flight could not complete.
-            let rest = schedule.take_rest(self.shared.duration);
+            let rest = schedule.take_rest(measured);
             if !rest.is_empty() {
                 *self.rest.borrow_mut() = rest;
             }
-            return NextStep::Missed(due);
+            // The measurement may have been stopped before the operation was due.
+            let waited = measured.checked_sub(due_after).filter(|waited| !waited.is_zero());
+            return waited.map_or(NextStep::End, NextStep::Missed);
         }
         NextStep::Start(if is_early { counted_from(due, now) } else { due })
     }
 
     /// Records the operations that no worker took. Many operations are recorded in a limited number of
     /// steps. All operations of a step have the latency of the first one, which waited longest.
-    fn record_rest(&self) {
+    fn record_rest(&self, measured: Duration) {
         let Some(schedule) = &self.shared.schedule else { return };
         let rest = self.rest.take();
         let count = rest.end - rest.start;
@@ -298,7 +327,7 @@ impl ClientLoad {
         let reads_of = |ops: u64| (ops as f64 * self.shared.reads).round() as u64;
         while done < count {
             let until = (done + step).min(count);
-            let waited = self.shared.duration.saturating_sub(schedule.due(rest.start + done));
+            let waited = measured.saturating_sub(schedule.due(rest.start + done));
             let reads = reads_of(until) - reads_of(done);
             self.reads.borrow_mut().without_success(waited, reads);
             self.writes.borrow_mut().without_success(waited, until - done - reads);
@@ -425,6 +454,25 @@ mod tests {
             assert!(result.errors > 0 && result.reads.ops() == 0, "{rate:?}: {result:?}");
             let recorded = if rate.is_some() { result.errors + result.not_started } else { 0 };
             assert_eq!(result.reads.latency().len(), recorded, "{rate:?}");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_stopped_measurement_contains_only_operations_that_were_due_before() {
+        let client = client().await;
+        for rate in [None, Some(1), Some(1_000_000)] {
+            let args = BenchArgs { rate, seconds: 3600, ..BenchArgs::of(Workload::Write) };
+            let load = load(&client, &args);
+            let (start, shared) = (Instant::now(), Arc::clone(&load.shared));
+            let stop = async {
+                tokio::time::sleep(Duration::from_millis(50)).await;
+                shared.stop();
+            };
+            let (result, ()) = tokio::join!(load.run(start, 2), stop);
+            assert!(shared.is_stopped_early(start) && result.writes.ops() > 0, "{rate:?}");
+            let due = rate.map(|rate| Schedule::new(rate).take_rest(shared.measured(start)).end);
+            let found = result.writes.ops() + result.not_started;
+            assert_eq!(due.unwrap_or(result.writes.ops()), found, "{rate:?}");
         }
     }
 

@@ -21,6 +21,10 @@ use crate::output;
 use node::failure::{Failure, Result};
 use node::units::ByteSize;
 
+/// Exit status after Ctrl-C during the measurement. A shell reports the same status for a command that
+/// SIGINT has ended.
+const EXIT_INTERRUPTED: i32 = 130;
+
 /// The measured operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
@@ -52,6 +56,9 @@ pub enum Workload {
 /// "in the worst second" is the smallest number of operations that completed in one of the seconds
 /// of the measurement. "longest pause" is the longest time without a completed operation, rounded
 /// down to 10 ms. A pause at the end of the measurement counts up to the next completion.
+///
+/// Ctrl-C ends the measurement: this program waits for the operations in flight, and prints what it
+/// has measured. The exit status is then 130. A second Ctrl-C ends this program at once.
 ///
 /// Latency is measured in this program. Below the latency, the output divides the osd's part of it
 /// into phases: in "host write" the store worked (wrote or read); in "dma" a transfer was in
@@ -159,9 +166,14 @@ pub fn run(args: BenchArgs, node: &NodeArgs) -> Result<()> {
     for thread in threads {
         thread.join().map_err(|_| Failure::new("measuring", "a client panicked; this is a bug"))?;
     }
-    match report? {
-        report if json => output::json(&report),
-        report => output::raw(&report),
+    let report = report?;
+    if json {
+        output::json(&report);
+    } else {
+        output::raw(&report);
+    }
+    if report.interrupted {
+        std::process::exit(EXIT_INTERRUPTED);
     }
     Ok(())
 }

@@ -79,12 +79,12 @@ impl OpRecord {
     }
 
     /// Returns the number of completions in each of the first `seconds` seconds.
-    pub fn per_second(&self, seconds: u32) -> Vec<u64> {
+    pub fn per_second(&self, seconds: u64) -> Vec<u64> {
         let of = |second: usize| {
             let slices = self.completed.iter().skip(second * SLICES_PER_SECOND).take(SLICES_PER_SECOND);
             slices.map(|count| u64::from(*count)).sum()
         };
-        (0..seconds as usize).map(of).collect()
+        (0..usize::try_from(seconds).unwrap_or(usize::MAX)).map(of).collect()
     }
 
     /// Returns the longest time without a completion, rounded down to slices of 10 ms. A pause counts

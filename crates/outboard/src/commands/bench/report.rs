@@ -33,8 +33,11 @@ pub struct BenchReport {
     /// Placement of the osd; `None` (in JSON `unknown`) if only the node's address is known.
     #[serde(serialize_with = "placement_or_unknown")]
     pub placement: Option<Placement>,
-    /// Duration of the measurement.
+    /// Time from the start of the measurement to the end of its last operation.
     pub seconds: f64,
+    /// Whether SIGINT ended the measurement early; missing if not.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub interrupted: bool,
     pub ops: u64,
     pub errors: u64,
     /// Throughput in 10^6 bytes of object data per second.
@@ -63,7 +66,7 @@ pub struct BenchReport {
 /// The number of operations over time.
 #[derive(Debug, Serialize)]
 pub struct OverTime {
-    /// Number of operations that completed in each second.
+    /// Number of operations that completed in each whole second of the measurement.
     pub per_second: Vec<u64>,
     /// The smallest of these numbers.
     pub min_per_second: u64,
@@ -95,7 +98,12 @@ pub struct Latency {
 
 /// The counts of a measurement.
 pub struct MeasuredCounts {
+    /// Time from the start of the measurement to the end of its last operation.
     pub seconds: f64,
+    /// Time in which operations started.
+    pub measured: Duration,
+    /// Whether SIGINT ended the measurement early.
+    pub interrupted: bool,
     pub load: LoadResult,
     /// CPU use of each process.
     pub used: Vec<ProcessCost>,
@@ -104,9 +112,9 @@ pub struct MeasuredCounts {
 }
 
 impl OverTime {
-    fn of(record: &OpRecord, seconds: u32) -> OverTime {
-        let per_second = record.per_second(seconds);
-        let pause = record.longest_pause(Duration::from_secs(u64::from(seconds)));
+    fn of(record: &OpRecord, measured: Duration) -> OverTime {
+        let per_second = record.per_second(measured.as_secs());
+        let pause = record.longest_pause(measured);
         OverTime {
             min_per_second: per_second.iter().copied().min().unwrap_or(0),
             per_second,
@@ -146,7 +154,7 @@ impl BenchReport {
         placement: Option<Placement>,
         counts: MeasuredCounts,
     ) -> Result<BenchReport> {
-        let MeasuredCounts { seconds, load, used: mut processes, window } = counts;
+        let MeasuredCounts { seconds, measured, interrupted, load, used: mut processes, window } = counts;
         if let Some(window) = &window {
             let osd = processes.iter_mut().filter(|p| p.pid == window.pid);
             osd.for_each(|p| p.divide(ThreadClass::Osd, &window.thread_ns));
@@ -155,7 +163,7 @@ impl BenchReport {
         let of_kind = |record: &OpRecord| KindReport {
             ops: record.ops(),
             iops: record.ops() as f64 / seconds,
-            over_time: OverTime::of(record, args.seconds),
+            over_time: OverTime::of(record, measured),
             latency_us: Latency::of(record.latency()),
         };
         let by_kind = kinds.iter().filter(|(_, record)| !record.latency().is_empty());
@@ -176,12 +184,13 @@ impl BenchReport {
             rate: args.rate,
             placement,
             seconds,
+            interrupted,
             ops,
             errors: load.errors,
             mb_per_s: ops as f64 * args.object_size.0 as f64 / seconds / 1e6,
             iops: ops as f64 / seconds,
             not_started: args.rate.map(|_| load.not_started),
-            over_time: OverTime::of(&all, args.seconds),
+            over_time: OverTime::of(&all, measured),
             latency_us: Latency::of(all.latency()),
             by_kind,
             breakdown_us: window.and_then(|w| w.per_op(ops)),
@@ -218,7 +227,13 @@ impl fmt::Display for BenchReport {
             write!(f, ", {rate} op/s due")?;
         }
         let placement = placement_name(self.placement);
-        writeln!(f, ", {} objects, {placement} placement, {:.1} s", self.objects, self.seconds)?;
+        writeln!(
+            f,
+            ", {} objects, {placement} placement, {:.1} s{}",
+            self.objects,
+            self.seconds,
+            if self.interrupted { ", interrupted" } else { "" }
+        )?;
         write!(f, "  {} operations, {} errors", self.ops, self.errors)?;
         if let Some(not_started) = self.not_started {
             write!(f, ", {not_started} not started in time")?;
@@ -269,7 +284,9 @@ mod tests {
     const MS: Duration = Duration::from_millis(1);
 
     fn report(args: &BenchArgs, load: LoadResult) -> BenchReport {
-        let counts = MeasuredCounts { seconds: 1.0, load, used: Vec::new(), window: None };
+        let measured = Duration::from_millis(1500);
+        let (used, window, interrupted) = (Vec::new(), None, true);
+        let counts = MeasuredCounts { seconds: 1.6, measured, interrupted, load, used, window };
         BenchReport::new(args, None, counts).unwrap()
     }
 
@@ -291,5 +308,17 @@ mod tests {
         load.reads.complete(MS, MS);
         let report = report(&BenchArgs::of(Workload::Read), load);
         assert_eq!(report.by_kind.keys().collect::<Vec<_>>(), [&"read"]);
+    }
+
+    #[test]
+    fn an_interrupted_measurement_counts_the_whole_seconds_and_the_pause_up_to_its_end() {
+        let mut load = LoadResult::new().unwrap();
+        load.writes.complete(MS, MS);
+        load.writes.complete(1200 * MS, MS);
+        let args = BenchArgs { seconds: 10, ..BenchArgs::of(Workload::Write) };
+        let report = report(&args, load);
+        assert_eq!((report.over_time.per_second.as_slice(), report.over_time.min_per_second), (&[1][..], 1));
+        assert_eq!((report.over_time.longest_pause_ms, report.iops), (1190, 2.0 / 1.6));
+        assert!(report.to_string().contains("1.6 s, interrupted"), "{report}");
     }
 }
