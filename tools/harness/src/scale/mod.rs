@@ -5,6 +5,7 @@
 //! Each node has one target. Only one node runs at a time. In each round, the nodes run in turns, and
 //! fio runs before each of them.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::process::Stdio;
 use std::time::{Duration, Instant};
@@ -39,20 +40,24 @@ impl ScaleSettings {
     /// Reads the settings from the environment.
     ///
     /// # Errors
-    /// If the numbers of objects are not numbers in ascending order.
+    /// If the numbers of objects are not positive numbers in strictly ascending order.
     pub fn from_env() -> Result<ScaleSettings> {
         let run = RoundSettings::from_env("scale", 10);
         let default = if run.quick { "1000,10000" } else { "1000,100000,1000000" };
         let text = std::env::var("OUTBOARD_SCALE_OBJECTS").ok().filter(|text| !text.is_empty());
-        let text = text.as_deref().unwrap_or(default);
-        let objects: std::result::Result<Vec<u64>, _> = text.split(',').map(|n| n.trim().parse()).collect();
-        match objects {
-            Ok(objects) if objects.is_sorted() && objects[0] > 0 => Ok(ScaleSettings { run, objects }),
-            _ => Err(format!(
-                "OUTBOARD_SCALE_OBJECTS is {text:?}; write numbers in ascending order, such as {default}"
-            )
-            .into()),
-        }
+        Ok(ScaleSettings { run, objects: numbers_of_objects(text.as_deref().unwrap_or(default))? })
+    }
+}
+
+/// Parses `OUTBOARD_SCALE_OBJECTS`.
+fn numbers_of_objects(text: &str) -> Result<Vec<u64>> {
+    let numbers: std::result::Result<Vec<u64>, _> = text.split(',').map(|n| n.trim().parse()).collect();
+    match numbers {
+        Ok(numbers) if numbers[0] > 0 && numbers.is_sorted_by(|one, next| one < next) => Ok(numbers),
+        _ => Err(format!(
+            "OUTBOARD_SCALE_OBJECTS is {text:?}; write positive numbers, each larger than the one before, such as 1000,100000"
+        )
+        .into()),
     }
 }
 
@@ -69,7 +74,8 @@ struct SizedNode {
 /// The operations of each second of the last round.
 #[derive(Default)]
 struct WritesOverTime {
-    panels: Vec<Panel>,
+    /// Charts by the number of objects.
+    panels: BTreeMap<u64, Panel>,
 }
 
 /// Measures all nodes, and prints the results.
@@ -89,7 +95,6 @@ pub fn measure(settings: &ScaleSettings) -> Result<Book> {
     for round in 1..=rounds {
         say(format!("round {round} of {rounds}"));
         quiet::look(&mut book, round)?;
-        last.panels.clear();
         for turn in 0..nodes.len() {
             let node = &nodes[(turn + round as usize) % nodes.len()];
             let ceiling = fio.durable_writes(IN_FLIGHT, seconds)?;
@@ -164,7 +169,7 @@ impl SizedNode {
         if writes.errors + mixed.errors > 0 {
             book.problem(format!("{}: {} operations failed", self.name, writes.errors + mixed.errors));
         }
-        last.add(&self.name, &writes, ceiling);
+        last.add(self, &writes, ceiling);
         self.node.down()
     }
 
@@ -194,11 +199,12 @@ impl SizedNode {
 }
 
 impl WritesOverTime {
-    fn add(&mut self, name: &str, writes: &BenchResult, ceiling: &DurableWrites) {
+    /// Replaces the chart of a node.
+    fn add(&mut self, node: &SizedNode, writes: &BenchResult, ceiling: &DurableWrites) {
         let points = |values: Vec<f64>| (0..).map(f64::from).zip(values).collect();
         let of_node = writes.per_second.iter().map(|count| *count as f64).collect();
-        self.panels.push(Panel {
-            title: format!("{name}: durable 4 KiB writes per second"),
+        let panel = Panel {
+            title: format!("{}: durable 4 KiB writes per second", node.name),
             lines: vec![
                 ChartLine { name: "node", class: "dpu", points: points(of_node) },
                 ChartLine {
@@ -207,11 +213,12 @@ impl WritesOverTime {
                     points: points(ceiling.per_second.clone()),
                 },
             ],
-        });
+        };
+        self.panels.insert(node.objects, panel);
     }
 
-    fn draw(&self) -> String {
-        timeline(&self.panels, &[])
+    fn draw(self) -> String {
+        timeline(&Vec::from_iter(self.panels.into_values()), &[])
     }
 }
 
@@ -277,4 +284,32 @@ fn judge(nodes: &[SizedNode], book: &mut Book) {
     let fio = book.rounds(&format!("{FIO} beside {}", small.name), "writes_per_s");
     let value = ratio(&book.rounds(&small.name, "writes_per_s"), &fio);
     book.judge(&format!("writes: {} / fio, 16 threads", small.name), &value, AtLeast(0.5));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_of_objects_are_positive_and_strictly_ascending() {
+        assert_eq!(numbers_of_objects("1000, 20000").unwrap(), [1000, 20_000]);
+        for text in ["1000,1000", "2000,1000", "0,1000", "1000,", "many", ""] {
+            let error = numbers_of_objects(text).unwrap_err().to_string();
+            assert!(error.contains(&format!("{text:?}; write positive numbers")), "{error}");
+        }
+    }
+
+    #[test]
+    fn charts_are_in_the_order_of_the_numbers_of_objects() {
+        let mut last = WritesOverTime::default();
+        for objects in [100_000, 1_000_000, 1000] {
+            let panel = Panel { title: format!("{objects} objects"), lines: Vec::new() };
+            last.panels.insert(objects, panel);
+        }
+        let drawn = last.draw();
+        let at = |title: &str| drawn.find(title).unwrap_or_else(|| panic!("no {title} in {drawn}"));
+        assert!(
+            at(">1000 objects") < at(">100000 objects") && at(">100000 objects") < at(">1000000 objects")
+        );
+    }
 }
