@@ -164,6 +164,7 @@ impl SizedNode {
         }
         note("restart_ms", self.restart(seconds)?);
         note("list_empty_ms", self.list("scale:empty")?.1 * 1e3);
+        note("list_empty_again_ms", self.list("scale:empty")?.1 * 1e3);
         let (names, took) = self.list(POOL)?;
         note("names_per_s", names as f64 / took);
         if writes.errors + mixed.errors > 0 {
@@ -235,6 +236,7 @@ fn print(nodes: &[SizedNode], book: &Book) {
         ("longest read beside, ms", "read_beside_longest_ms"),
         ("pause after a kill, ms", "restart_ms"),
         ("ls of nothing, ms", "list_empty_ms"),
+        ("ls of nothing again, ms", "list_empty_again_ms"),
         ("names listed/s", "names_per_s"),
     ];
     let names: Vec<&str> = nodes.iter().map(|node| node.name.as_str()).collect();
