@@ -1,14 +1,18 @@
 //! A node, driven through the `outboard` program.
 
 use std::collections::BTreeMap;
+use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 use serde::{Deserialize, Serialize};
 
 use crate::Result;
+
+/// The line that `outboard bench --announce` prints when the measurement starts.
+const STARTED: &str = "outboard: the measurement has started";
 
 /// Where the roles of a node run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -171,6 +175,16 @@ pub struct BenchSpec<'a> {
     pub seconds: u32,
 }
 
+/// A process that was killed.
+#[derive(Debug)]
+pub struct KilledProcess {
+    pid: u32,
+    /// Number of restarts before the kill.
+    restarts: u64,
+    /// The moment of the kill.
+    pub at: Instant,
+}
+
 impl Node {
     /// Creates a node in `dir` that runs the `outboard` program in this program's directory.
     ///
@@ -254,12 +268,7 @@ impl Node {
     /// # Errors
     /// If the command fails, or its output is not the expected JSON.
     pub fn json<T: serde::de::DeserializeOwned>(&self, args: &[&str]) -> Result<T> {
-        let output = self.command(args).stderr(Stdio::inherit()).output()?;
-        if !output.status.success() {
-            return Err(format!("outboard {} failed: {}", args.join(" "), output.status).into());
-        }
-        serde_json::from_slice(&output.stdout)
-            .map_err(|e| format!("cannot parse the output of outboard {}: {e}", args.join(" ")).into())
+        parsed(args, &self.command(args).stderr(Stdio::inherit()).output()?)
     }
 
     /// Starts the node.
@@ -318,20 +327,38 @@ impl Node {
     /// restarted it. Returns the old and the new process id.
     ///
     /// # Errors
-    /// If no process with this role is running, or the supervisor does not restart it within 30
-    /// seconds.
+    /// As for [`Node::kill_now`] and [`Node::await_restart`].
     pub fn kill(&self, role: &str) -> Result<(u32, u32)> {
+        let killed = self.kill_now(role)?;
+        Ok((killed.pid, self.await_restart(role, &killed)?))
+    }
+
+    /// Kills the process with the role `role` by SIGKILL.
+    ///
+    /// # Errors
+    /// If no process with this role is running.
+    pub fn kill_now(&self, role: &str) -> Result<KilledProcess> {
         let (pid, restarts) = self.process(role, Duration::ZERO)?;
         let id = i32::try_from(pid)
             .ok()
             .and_then(Pid::from_raw)
             .ok_or("the status contains an invalid process id")?;
+        let at = Instant::now();
         kill_process(id, Signal::KILL)?;
+        Ok(KilledProcess { pid, restarts, at })
+    }
+
+    /// Waits until the supervisor has restarted a killed process with the role `role`. Returns the new
+    /// process id.
+    ///
+    /// # Errors
+    /// If the supervisor does not restart the process within 30 seconds.
+    pub fn await_restart(&self, role: &str, killed: &KilledProcess) -> Result<u32> {
         let deadline = Instant::now() + Duration::from_secs(30);
         loop {
             let (now, count) = self.process(role, Duration::from_secs(30))?;
-            if now != pid && count > restarts {
-                return Ok((pid, now));
+            if now != killed.pid && count > killed.restarts {
+                return Ok(now);
             }
             if Instant::now() > deadline {
                 return Err(format!("the {role} was not restarted within 30 s").into());
@@ -353,11 +380,62 @@ impl Node {
     /// # Errors
     /// If the command fails.
     pub fn bench_with(&self, pool: &str, workload: BenchSpec<'_>, more: &[&str]) -> Result<BenchResult> {
-        let (in_flight, seconds) = (workload.in_flight.to_string(), workload.seconds.to_string());
-        let args = ["bench", workload.mode, "--pool", pool, "--object-size", workload.object_size];
-        let timing = ["--in-flight", &in_flight, "--seconds", &seconds, "--json"];
-        self.json(&[&args[..], &timing, more].concat())
+        self.json(&bench_args(pool, workload, more).iter().map(String::as_str).collect::<Vec<_>>())
     }
+
+    /// Like [`Node::bench_with`]. Calls `started` on another thread when the objects are prepared and
+    /// the measurement starts.
+    ///
+    /// # Errors
+    /// If the command fails.
+    pub fn bench_announced(
+        &self,
+        pool: &str,
+        workload: BenchSpec<'_>,
+        more: &[&str],
+        started: impl FnOnce() + Send,
+    ) -> Result<BenchResult> {
+        let args = bench_args(pool, workload, &[more, &["--announce"]].concat());
+        let args: Vec<&str> = args.iter().map(String::as_str).collect();
+        let mut bench = self.command(&args).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
+        let notes = BufReader::new(bench.stderr.take().ok_or("the command has no standard error")?);
+        let output = std::thread::scope(|scope| {
+            // Ignore an error: if standard error is closed, the note is lost.
+            let forward = |note: &str| drop(writeln!(std::io::stderr(), "{note}"));
+            scope.spawn(move || watch_start(notes, started, forward));
+            bench.wait_with_output()
+        })?;
+        parsed(&args, &output)
+    }
+}
+
+/// Calls `started` when `notes` announce the start of a measurement, and `forward` with every other
+/// line.
+fn watch_start(notes: impl BufRead, started: impl FnOnce(), forward: impl Fn(&str)) {
+    let mut started = Some(started);
+    // An error of reading ends the notes.
+    for note in notes.lines().map_while(std::result::Result::ok) {
+        match started.take_if(|_| note == STARTED) {
+            Some(started) => started(),
+            None => forward(&note),
+        }
+    }
+}
+
+/// Parses the JSON output of a command of `outboard`.
+fn parsed<T: serde::de::DeserializeOwned>(args: &[&str], output: &Output) -> Result<T> {
+    if !output.status.success() {
+        return Err(format!("outboard {} failed: {}", args.join(" "), output.status).into());
+    }
+    serde_json::from_slice(&output.stdout)
+        .map_err(|e| format!("cannot parse the output of outboard {}: {e}", args.join(" ")).into())
+}
+
+fn bench_args(pool: &str, workload: BenchSpec<'_>, more: &[&str]) -> Vec<String> {
+    let (in_flight, seconds) = (workload.in_flight.to_string(), workload.seconds.to_string());
+    let args = ["bench", workload.mode, "--pool", pool, "--object-size", workload.object_size];
+    let timing = ["--in-flight", &in_flight, "--seconds", &seconds, "--json"];
+    [&args[..], &timing, more].concat().into_iter().map(str::to_owned).collect()
 }
 
 fn up_args<'a>(placement: NodePlacement, targets: &'a str, target_size: &'a str) -> [&'a str; 10] {
@@ -380,5 +458,21 @@ impl Drop for Node {
         // Ignore an error: either the node has already stopped, or the harness reports an earlier
         // error.
         let _ = self.down();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::RefCell;
+
+    use super::*;
+
+    #[test]
+    fn the_start_is_announced_once_and_other_lines_are_forwarded() {
+        let notes = format!("retrying\n{STARTED}\n3 operations failed\n{STARTED}\n");
+        let seen = RefCell::new(Vec::new());
+        let started = || seen.borrow_mut().push("START".to_owned());
+        watch_start(notes.as_bytes(), started, |note| seen.borrow_mut().push(note.to_owned()));
+        assert_eq!(seen.into_inner(), ["retrying", "START", "3 operations failed", STARTED]);
     }
 }

@@ -8,6 +8,7 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::process::Stdio;
+use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use crate::Result;
@@ -25,6 +26,10 @@ const POOL: &str = "scale";
 const IN_FLIGHT: u32 = 16;
 const OBJECT_SIZE: &str = "4KiB";
 const FIO: &str = "fio";
+/// Shortest duration of the run in which the store is killed, in seconds.
+const RESTART_SECONDS: u32 = 8;
+/// Time of the measurement that must follow the kill, because it may contain the pause.
+const AFTER_KILL: Duration = Duration::from_secs(2);
 
 /// What is measured.
 #[derive(Debug)]
@@ -69,6 +74,15 @@ struct SizedNode {
     name: String,
     /// Size of its target, in the syntax of the command line.
     target_size: String,
+}
+
+/// A run of writes during which the store is killed.
+struct RestartRun {
+    writes: BenchResult,
+    /// Duration of the run.
+    seconds: u32,
+    /// Time from the start of the measurement to the kill.
+    killed_after: Duration,
 }
 
 /// The operations of each second of the last round.
@@ -131,8 +145,7 @@ impl SizedNode {
     }
 
     fn bench(&self, mode: &str, seconds: u32) -> Result<BenchResult> {
-        let load = BenchSpec { mode, object_size: OBJECT_SIZE, in_flight: IN_FLIGHT, seconds };
-        self.node.bench_with(POOL, load, &["--objects", &self.objects.to_string()])
+        self.node.bench_with(POOL, load(mode, seconds), &["--objects", &self.objects.to_string()])
     }
 
     fn measure(
@@ -147,44 +160,66 @@ impl SizedNode {
         let writes = self.bench("randwrite", seconds)?;
         let mean = writes.ops as f64 / f64::from(seconds);
         let worst = writes.per_second.iter().min().copied().unwrap_or(0) as f64;
-        let mut note = |figure: &str, value: f64| book.note(&self.name, figure, round, value);
-        note("writes_per_s", writes.iops);
-        note("worst_second_of_mean", worst / mean);
-        note("longest_ms", writes.latency_us.max / 1e3);
-        note("pause_ms", writes.longest_pause_ms as f64);
-        note("host_cpu_us", writes.host_cpu_us_per_op);
+        let note = |book: &mut Book, figure: &str, value: f64| book.note(&self.name, figure, round, value);
+        note(book, "writes_per_s", writes.iops);
+        note(book, "worst_second_of_mean", worst / mean);
+        note(book, "longest_ms", writes.latency_us.max / 1e3);
+        note(book, "pause_ms", writes.longest_pause_ms as f64);
+        note(book, "host_cpu_us", writes.host_cpu_us_per_op);
         for process in writes.processes.iter().filter(|process| process.role != "client") {
             let name = format!("{}_peak_mib", process.role);
-            note(&name, process.peak_resident_bytes as f64 / f64::from(1 << 20));
+            note(book, &name, process.peak_resident_bytes as f64 / f64::from(1 << 20));
         }
         let mixed = self.bench("randrw", seconds)?;
         if let Some(reads) = mixed.by_kind.get("read") {
-            note("reads_beside_per_s", reads.iops);
-            note("read_beside_longest_ms", reads.latency_us.max / 1e3);
+            note(book, "reads_beside_per_s", reads.iops);
+            note(book, "read_beside_longest_ms", reads.latency_us.max / 1e3);
         }
-        note("restart_ms", self.restart(seconds)?);
-        note("list_empty_ms", self.list("scale:empty")?.1 * 1e3);
-        note("list_empty_again_ms", self.list("scale:empty")?.1 * 1e3);
+        let restart = self.restart(seconds)?;
+        if restart.is_valid() {
+            note(book, "restart_ms", restart.writes.longest_pause_ms as f64);
+        } else {
+            book.void("the measurement ended less than 2 s after the kill of the store");
+        }
+        note(book, "list_empty_ms", self.list("scale:empty")?.1 * 1e3);
+        note(book, "list_empty_again_ms", self.list("scale:empty")?.1 * 1e3);
         let (names, took) = self.list(POOL)?;
-        note("names_per_s", names as f64 / took);
-        if writes.errors + mixed.errors > 0 {
-            book.problem(format!("{}: {} operations failed", self.name, writes.errors + mixed.errors));
+        note(book, "names_per_s", names as f64 / took);
+        let runs = [
+            ("writes", &writes),
+            ("reads and writes", &mixed),
+            ("writes during a restart of the store", &restart.writes),
+        ];
+        for (what, run) in runs.iter().filter(|(_, run)| run.errors > 0) {
+            book.problem(format!("{}: {} operations failed ({what})", self.name, run.errors));
         }
         last.add(self, &writes, ceiling);
         self.node.down()
     }
 
-    /// Kills the store while clients write. Returns the longest time without a completed write, in ms.
-    fn restart(&self, seconds: u32) -> Result<f64> {
-        let kill = || -> Result<()> {
-            std::thread::sleep(Duration::from_secs(u64::from(seconds)) / 2);
-            self.node.kill("store").map(drop)
+    /// Kills the store while clients write, in the middle of the measurement.
+    fn restart(&self, seconds: u32) -> Result<RestartRun> {
+        let seconds = seconds.max(RESTART_SECONDS);
+        let (started, start) = mpsc::channel();
+        let kill = move || -> Result<Duration> {
+            let start: Instant = start.recv().map_err(|_| "outboard bench announced no start")?;
+            let moment = start + Duration::from_secs(u64::from(seconds)) / 2;
+            std::thread::sleep(moment.saturating_duration_since(Instant::now()));
+            let killed = self.node.kill_now("store")?;
+            self.node.await_restart("store", &killed)?;
+            Ok(killed.at - start)
         };
         std::thread::scope(|scope| {
-            let killed = scope.spawn(|| kill().map_err(|e| e.to_string()));
-            let load = self.bench("randwrite", seconds);
-            killed.join().map_err(|_| "the thread that kills the store panicked")??;
-            Ok(load?.longest_pause_ms as f64)
+            let killed = scope.spawn(move || kill().map_err(|e| e.to_string()));
+            let started = move || {
+                // The receiver lives until it has received the start.
+                let _ = started.send(Instant::now());
+            };
+            let objects = self.objects.to_string();
+            let more = ["--objects", &objects];
+            let writes = self.node.bench_announced(POOL, load("randwrite", seconds), &more, started);
+            let killed_after = killed.join().map_err(|_| "the thread that kills the store panicked")?;
+            Ok(RestartRun { writes: writes?, seconds, killed_after: killed_after? })
         })
     }
 
@@ -196,6 +231,17 @@ impl SizedNode {
             return Err(format!("outboard ls {place} failed: {}", output.status).into());
         }
         Ok((output.stdout.iter().filter(|byte| **byte == b'\n').count(), began.elapsed().as_secs_f64()))
+    }
+}
+
+fn load(mode: &str, seconds: u32) -> BenchSpec<'_> {
+    BenchSpec { mode, object_size: OBJECT_SIZE, in_flight: IN_FLIGHT, seconds }
+}
+
+impl RestartRun {
+    /// Returns whether the measurement continued for [`AFTER_KILL`] after the kill.
+    fn is_valid(&self) -> bool {
+        self.killed_after + AFTER_KILL <= Duration::from_secs(u64::from(self.seconds))
     }
 }
 
@@ -298,6 +344,20 @@ mod tests {
         for text in ["1000,1000", "2000,1000", "0,1000", "1000,", "many", ""] {
             let error = numbers_of_objects(text).unwrap_err().to_string();
             assert!(error.contains(&format!("{text:?}; write positive numbers")), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_kill_needs_two_seconds_of_the_measurement() {
+        let writes: BenchResult = serde_json::from_str(
+            r#"{"ops":1,"errors":0,"mb_per_s":1,"iops":1,"latency_us":{"mean":1,"p50":1,"p99":1},
+            "host_cpu_us_per_op":0,"node_cpu_us_per_op":0}"#,
+        )
+        .unwrap();
+        for (ms, is_valid) in [(4000, true), (6000, true), (6001, false), (60_000, false)] {
+            let killed_after = Duration::from_millis(ms);
+            let run = RestartRun { writes: writes.clone(), seconds: 8, killed_after };
+            assert_eq!(run.is_valid(), is_valid, "{ms} ms");
         }
     }
 
