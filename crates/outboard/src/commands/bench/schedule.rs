@@ -64,7 +64,7 @@ mod tests {
     }
 
     #[test]
-    fn the_rest_is_taken_once_and_contains_all_operations_that_nobody_took() {
+    fn the_rest_is_taken_once_and_contains_all_operations_that_no_worker_took() {
         for (rate, seconds) in [(3, 1), (7, 3), (10_000_000, 86_400)] {
             let (schedule, end) = (Schedule::new(rate), seconds * SECOND);
             schedule.take(end).unwrap();
