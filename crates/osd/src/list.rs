@@ -37,8 +37,9 @@ const GROUPS_AT_ONCE: u32 = 16;
 /// Returns one page of a listing.
 pub(crate) async fn list(osd: &Osd, request: &RequestContext, list: &List) -> wire::Result<ObjectReply> {
     let name = PoolName::from_wire(&list.pool)?;
+    let namespace = list.checked_namespace()?;
     let pool = osd.open_pool(name.as_str())?;
-    let filter = ListFilter::new(pool.record.ids, list)?;
+    let filter = ListFilter::new(pool.record.ids, namespace, &list.prefix);
     let Start { group: mut next, mut from, end } = Start::new(&pool, list)?;
     let mut page = ListPage::new(list, pool.record.pg_count);
     if filter.matches_nothing() {

@@ -2,7 +2,6 @@
 
 use store::ObjectId;
 use wire::limits::MAX_OBJECT_NAME;
-use wire::{List, Result};
 
 use crate::ids::{self, IdLayout, StoredName};
 
@@ -32,12 +31,10 @@ pub(crate) enum IdVerdict<'a> {
 }
 
 impl<'a> ListFilter<'a> {
-    /// Creates the filter of a request for a pool with this layout of ids.
-    ///
-    /// # Errors
-    /// If the namespace is invalid.
-    pub(crate) fn new(layout: IdLayout, list: &'a List) -> Result<ListFilter<'a>> {
-        Ok(ListFilter { layout, namespace: list.checked_namespace()?, prefix: &list.prefix })
+    /// Creates the filter of a pool with this layout of ids. `namespace` must be valid; `None` means
+    /// all namespaces.
+    pub(crate) fn new(layout: IdLayout, namespace: Option<&'a str>, prefix: &'a [u8]) -> ListFilter<'a> {
+        ListFilter { layout, namespace, prefix }
     }
 
     /// Returns whether no object can match.

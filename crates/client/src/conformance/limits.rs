@@ -2,7 +2,7 @@
 
 use bytes::Bytes;
 use wire::{
-    BulkDescriptor, BulkDirection, BulkOwner, BulkSegment, Manifest, MemoryKind, Mutation, Redundancy,
+    BulkDescriptor, BulkDirection, BulkOwner, BulkSegment, List, Manifest, MemoryKind, Mutation, Redundancy,
 };
 
 use super::{PART, bytes, node_error, object};
@@ -18,6 +18,7 @@ pub(super) async fn run(client: &Client, pool: &Pool) {
     bulk_descriptors_are_refused_with_a_typed_error(client, pool).await;
     impossible_pools_are_refused_with_a_typed_error(client).await;
     the_first_error_of_a_request_is_reported(client, pool).await;
+    the_first_error_of_a_listing_is_reported(client, pool).await;
 }
 
 #[track_caller]
@@ -173,4 +174,29 @@ async fn the_first_error_of_a_request_is_reported(client: &Client, pool: &Pool) 
     let error = node_error(present.compound().touch().create().remove().remove().commit().await);
     assert!(matches!(error, NodeError::Exists(_)), "{error}");
     assert_eq!(present.get().await.unwrap(), "x");
+}
+
+async fn the_first_error_of_a_listing_is_reported(client: &Client, pool: &Pool) {
+    let present = pool.name().to_owned();
+    let list = async |pool: &str, namespace: &'static [u8]| {
+        let list = List {
+            pool: pool.to_owned().into(),
+            namespace: Some(Bytes::from_static(namespace)),
+            prefix: Bytes::new(),
+            group: Some(u32::MAX),
+            cursor: Bytes::new(),
+            limit: 1,
+            skip_unavailable: false,
+        };
+        node_error(client.requests.list(list).await)
+    };
+    // Names come first, then the pool, then the group.
+    for pool in ["conformance-absent-pool", &present] {
+        let error = list(pool, b"a\0").await;
+        assert!(matches!(error, NodeError::BadName(_)), "{pool}: {error}");
+    }
+    let error = list("conformance-absent-pool", b"a").await;
+    assert!(matches!(error, NodeError::NoSuchPool(_)), "{error}");
+    let error = list(&present, b"a").await;
+    assert!(matches!(error, NodeError::OutOfRange { .. }), "{error}");
 }

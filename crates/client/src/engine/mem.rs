@@ -351,10 +351,11 @@ impl Model {
     }
 
     fn list(&mut self, list: &List) -> Result<Listed> {
-        let pool = self.pool(PoolName::from_wire(&list.pool).map_err(E::from)?.as_str())?;
+        let name = PoolName::from_wire(&list.pool).map_err(E::from)?;
+        let namespace = list.checked_namespace()?;
+        let pool = self.pool(name.as_str())?;
         let pg_count = pool.info.pg_count;
         list.group.map_or(Ok(()), |group| placement::check_group(group, pg_count))?;
-        let namespace = list.checked_namespace()?;
         let after: Option<ModelKey> = match &list.cursor[..] {
             [] => None,
             _ if list.group.is_some() => list.after()?.map(|name| ModelKey::new(&name, None)),
@@ -378,8 +379,7 @@ impl Model {
         let page: Vec<&ModelKey> = keys.by_ref().take(limit).collect();
         let cursor = match (page.last(), keys.next()) {
             (Some(last), Some(_)) if list.group.is_some() => {
-                let pool = PoolName::from_wire(&list.pool).map_err(E::from)?;
-                ObjectName::new(pool, &*last.namespace, &*last.object)?.to_cursor()
+                ObjectName::new(name, &*last.namespace, &*last.object)?.to_cursor()
             }
             (Some(last), Some(_)) => {
                 postcard::to_stdvec(last).map_err(|e| E::BadRequest(e.to_string()))?.into()

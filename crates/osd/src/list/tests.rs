@@ -67,6 +67,10 @@ fn request(namespace: Option<&str>, prefix: &str) -> List {
     }
 }
 
+fn filter(layout: IdLayout, list: &List) -> ListFilter<'_> {
+    ListFilter::new(layout, list.checked_namespace().unwrap(), &list.prefix)
+}
+
 fn budget(names: usize) -> ListBudget {
     ListBudget { names, bytes: PAGE_BYTES, work: WORK_MAX }
 }
@@ -89,7 +93,7 @@ proptest! {
         let expected: BTreeSet<_> = names.iter().filter(matches).cloned().collect();
         for layout in [IdLayout::Hashed, IdLayout::ByName] {
             let group = MemGroup::new(layout, &names, &parts);
-            let filter = ListFilter::new(layout, &list).unwrap();
+            let filter = filter(layout, &list);
             let (mut listed, _) = group.list(filter, ListBudget { names: most, bytes, work });
             if layout == IdLayout::Hashed {
                 listed.sort();
@@ -104,7 +108,7 @@ proptest! {
     ) {
         let list = request(namespace.as_deref(), &prefix);
         let group = MemGroup::new(IdLayout::ByName, &names, &names);
-        let filter = ListFilter::new(IdLayout::ByName, &list).unwrap();
+        let filter = filter(IdLayout::ByName, &list);
         let (expected, _) = group.list(filter, budget(1000));
         let (mut listed, mut from) = (Vec::new(), None);
         loop {
@@ -125,7 +129,7 @@ fn the_calls_of_a_listing_depend_only_on_what_it_returns() {
         let group = MemGroup::new(IdLayout::ByName, &(0..count).map(name).collect::<Vec<_>>(), &[]);
         let calls = |namespace, prefix: &str, names: usize| {
             let list = request(namespace, prefix);
-            let filter = ListFilter::new(IdLayout::ByName, &list).unwrap();
+            let filter = filter(IdLayout::ByName, &list);
             group.calls.set(0);
             assert_eq!(group.list(filter, budget(1000)).0.len(), names, "{namespace:?}, {prefix}");
             group.calls.get()
@@ -145,7 +149,7 @@ fn a_request_examines_a_bounded_number_of_hashed_ids() {
     let names: Vec<_> = (0..30_000).map(|n| (String::new(), format!("{n}"))).collect();
     let group = MemGroup::new(IdLayout::Hashed, &names, &[]);
     let list = request(Some("other"), "");
-    let filter = ListFilter::new(IdLayout::Hashed, &list).unwrap();
+    let filter = filter(IdLayout::Hashed, &list);
     let (listed, pages) = group.list(filter, budget(1000));
     assert!(listed.is_empty() && (30_000 / WORK_MAX..=5).contains(&pages), "{pages} pages");
 }
@@ -158,7 +162,7 @@ fn a_request_seeks_to_a_bounded_number_of_namespaces() {
     let names: Vec<_> = (0..1000).flat_map(names).collect();
     let group = MemGroup::new(IdLayout::ByName, &names, &[]);
     let list = request(None, "a");
-    let filter = ListFilter::new(IdLayout::ByName, &list).unwrap();
+    let filter = filter(IdLayout::ByName, &list);
     let (listed, pages) = group.list(filter, budget(1000));
     assert!(listed.is_empty() && pages > 1, "{pages} pages");
     assert!(group.calls.get() <= pages * (WORK_MAX / CALL_WORK), "{} calls", group.calls.get());
