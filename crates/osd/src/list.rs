@@ -29,7 +29,7 @@ const WORK_MAX: usize = 8192;
 const CALL_WORK: usize = 16;
 /// Maximum number of ids that one call to the store returns.
 const STEP_MAX: usize = 1024;
-/// Number of ids that the first call after a seek returns. Possibly none of them match.
+/// Number of ids that the first call after a far seek returns. Possibly none of them match.
 const STEP_AFTER_SEEK: usize = 32;
 /// Maximum number of groups that one request lists at the same time.
 const GROUPS_AT_ONCE: u32 = 16;
@@ -244,13 +244,14 @@ async fn scan(
         let (ids, more) = fetch(from, limit).await?;
         budget.spend_work(CALL_WORK);
         scan.work += CALL_WORK;
-        let mut seek: Option<ObjectId> = None;
+        let (mut seek, mut examined): (Option<ObjectId>, usize) = (None, 0);
         for (at, id) in (1..).zip(&ids) {
             if seek.as_ref().is_some_and(|to| id < to) {
                 continue;
             }
             budget.spend_work(1);
             scan.work += 1;
+            examined += 1;
             seek = None;
             match filter.examine(id) {
                 IdVerdict::Listed(name) => {
@@ -270,15 +271,14 @@ async fn scan(
                 return Ok(scan);
             }
         }
+        // The seeks are far if a short call for each examined id would have cost no more than this
+        // call. The seeks from one small namespace to the next are not far: they stay in the call.
+        let cost = |calls: usize, ids: usize| calls * CALL_WORK + ids;
+        let seeks_far = seek.is_some() && cost(examined, examined * STEP_AFTER_SEEK) <= cost(1, ids.len());
+        step = if seeks_far { STEP_AFTER_SEEK } else { (step * 4).min(STEP_MAX) };
         let next = match (seek, ids.last()) {
-            (Some(to), _) if more => {
-                step = STEP_AFTER_SEEK;
-                to
-            }
-            (None, Some(last)) if more => {
-                step = (step * 4).min(STEP_MAX);
-                after(last)?
-            }
+            (Some(to), _) if more => to,
+            (None, Some(last)) if more => after(last)?,
             _ => return Ok(scan),
         };
         if budget.is_spent() {

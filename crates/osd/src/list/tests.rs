@@ -167,3 +167,22 @@ fn a_request_seeks_to_a_bounded_number_of_namespaces() {
     assert!(listed.is_empty() && pages > 1, "{pages} pages");
     assert!(group.calls.get() <= pages * (WORK_MAX / CALL_WORK), "{} calls", group.calls.get());
 }
+
+#[test]
+fn a_listing_by_prefix_reads_small_namespaces_in_long_calls() {
+    const IDS: usize = 30_000;
+    for names_each in [1, 2, 20] {
+        let name = |n: usize| (format!("{:06}", n / names_each), format!("b{}", n % names_each));
+        let names: Vec<_> = (0..IDS).map(name).collect();
+        let group = MemGroup::new(IdLayout::ByName, &names, &[]);
+        for prefix in ["a", "b1", "c"] {
+            let list = request(None, prefix);
+            let (listed, pages) = group.list(filter(IdLayout::ByName, &list), budget(IDS));
+            let expected = names.iter().filter(|(_, name)| name.starts_with(prefix)).count();
+            assert_eq!(listed.len(), expected, "{prefix}");
+            // The first calls are short, and the last call of a page is not used completely.
+            let (calls, calls_max) = (group.calls.take(), IDS / STEP_MAX + 4 + pages);
+            assert!(calls <= calls_max, "{names_each} names, {prefix}: {calls} calls, {pages} pages");
+        }
+    }
+}
