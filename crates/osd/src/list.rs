@@ -31,7 +31,7 @@ const CALL_WORK: usize = 16;
 const STEP_MAX: usize = 1024;
 /// Number of ids that the first call after a far seek returns. Possibly none of them match.
 const STEP_AFTER_SEEK: usize = 32;
-/// Maximum number of groups that one request lists at the same time.
+/// Maximum number of groups with ids by name that one request lists at the same time.
 const GROUPS_AT_ONCE: u32 = 16;
 
 /// Returns one page of a listing.
@@ -49,6 +49,7 @@ pub(crate) async fn list(osd: &Osd, request: &RequestContext, list: &List) -> wi
     // Most groups have many matching objects or few. The number of groups at a time grows only if the
     // groups before had few, because objects behind the end of the page are listed in vain.
     let mut width = 1;
+    let width_max = groups_at_once(pool.record.ids);
     while next < end {
         let groups = next..end.min(next + width);
         let budget = page.budget.share(groups.len());
@@ -79,9 +80,19 @@ pub(crate) async fn list(osd: &Osd, request: &RequestContext, list: &List) -> wi
             }
         }
         next = groups.end;
-        width = (width * 2).min(GROUPS_AT_ONCE);
+        width = (width * 2).min(width_max);
     }
     Ok(page.end(Bytes::new()))
+}
+
+/// Returns the maximum number of groups that one request lists at the same time.
+fn groups_at_once(layout: IdLayout) -> u32 {
+    match layout {
+        IdLayout::ByName => GROUPS_AT_ONCE,
+        // A call to the store returns ids of all objects. With several groups at a time, most of these
+        // ids would be behind the end of the page.
+        IdLayout::Hashed => 1,
+    }
 }
 
 /// Where a page begins: the first group, the first id in it, and the group before which the listing

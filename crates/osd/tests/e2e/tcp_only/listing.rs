@@ -81,6 +81,21 @@ async fn the_calls_of_a_listing_do_not_depend_on_the_number_of_other_objects() {
 }
 
 #[tokio::test]
+async fn small_pages_of_a_pool_with_hashed_ids_list_one_group_at_a_time() {
+    const GROUPS: usize = 64;
+    let node = node_of_earlier_version(1, GROUPS as u32, redundancy("single")).await;
+    let client = node.client().await;
+    let pool = client.pool("pool").unwrap();
+    let names: BTreeSet<_> = (0..320).map(|n| (String::new(), format!("{n}"))).collect();
+    create(&pool, &names).await;
+    let count = count_listings(&node);
+    assert_eq!(listed(pool.list("").page_size(16)).await.len(), names.len());
+    // Each page begins with the rest of the group in which the last page has ended.
+    let (calls, calls_max) = (count.load(Ordering::SeqCst), GROUPS + names.len() / 16 + 1);
+    assert!((GROUPS..=calls_max).contains(&calls), "{calls} calls");
+}
+
+#[tokio::test]
 async fn listings_of_both_layouts_return_what_a_filter_of_all_objects_returns() {
     let mut random = StdRng::seed_from_u64(seed());
     let new = Node::start();
