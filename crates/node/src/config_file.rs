@@ -9,7 +9,7 @@ use confique::Layer;
 use toml::{Table, Value};
 
 use super::config::Config;
-use super::keys::{Key, keys};
+use super::keys::{Key, env_of_path, keys};
 
 /// Name of the file within a node's directory.
 pub const FILE: &str = "outboard.toml";
@@ -43,6 +43,14 @@ pub enum ConfigError {
         /// The key that the user may have meant, or all known keys.
         hint: String,
     },
+    /// The environment sets a key of an earlier version.
+    #[error("environment: unknown variable `{variable}`; {hint}")]
+    ReplacedVariable {
+        /// The environment variable.
+        variable: String,
+        /// The key that replaces the variable's key.
+        hint: String,
+    },
     /// A value has the wrong type or is out of range.
     #[error("{origin}: {reason}; `docs/configuration.md` and the generated file list the valid values")]
     Invalid {
@@ -57,7 +65,8 @@ pub enum ConfigError {
 /// file, the defaults apply.
 ///
 /// # Errors
-/// If the file is unreadable, is not valid TOML or has an unknown key, or if a value is invalid.
+/// If the file is unreadable, is not valid TOML or has an unknown key, if the environment sets a key
+/// of an earlier version, or if a value is invalid.
 pub fn load(file: Option<&Path>, env: impl Fn(&str) -> Option<String>) -> Result<Config, ConfigError> {
     let Some(path) = file else { return over(Table::new(), "configuration", env) };
     let text = std::fs::read_to_string(path)
@@ -79,6 +88,12 @@ pub fn of_text(text: &str, path: &Path, env: impl Fn(&str) -> Option<String>) ->
 fn over(file: Table, origin: &str, env: impl Fn(&str) -> Option<String>) -> Result<Config, ConfigError> {
     let mut table = file;
     let mut origin = origin.to_owned();
+    for replaced in &REPLACED {
+        let variable = env_of_path(replaced.old);
+        if env(&variable).is_some() {
+            return Err(ConfigError::ReplacedVariable { variable, hint: replaced.hint() });
+        }
+    }
     for key in keys() {
         if let Some(text) = env(&key.env()) {
             set(&mut table, key, key.parse(&text));
@@ -137,9 +152,28 @@ fn overlay(table: &mut Table, file: Table, path: &Path) -> Result<(), ConfigErro
     Ok(())
 }
 
-/// Keys of earlier versions, with the keys that replace them.
-const REPLACED: [(&str, &str); 2] =
-    [("store.index_cache", "store.cache"), ("store.metadata_cache", "store.cache")];
+/// A key of earlier versions.
+struct ReplacedKey {
+    old: &'static str,
+    /// The key that replaces it.
+    new: &'static str,
+    /// How the values of the two keys differ.
+    difference: &'static str,
+}
+
+const REPLACED: [ReplacedKey; 2] =
+    [replaced_by_cache("store.index_cache"), replaced_by_cache("store.metadata_cache")];
+
+const fn replaced_by_cache(old: &'static str) -> ReplacedKey {
+    let difference = "the old value applied to each target, the new value applies to all targets together";
+    ReplacedKey { old, new: "store.cache", difference }
+}
+
+impl ReplacedKey {
+    fn hint(&self) -> String {
+        format!("it was replaced by `{}`: {}", self.new, self.difference)
+    }
+}
 
 fn find(section: &str, name: &str, path: &Path) -> Result<&'static Key, ConfigError> {
     if let Some(key) = keys().iter().find(|k| k.section == section && k.name == name) {
@@ -148,8 +182,8 @@ fn find(section: &str, name: &str, path: &Path) -> Result<&'static Key, ConfigEr
     let elsewhere = keys().iter().find(|k| k.name == name).map(Key::path);
     let all = || keys().iter().map(Key::path).collect::<Vec<_>>().join(", ");
     let key = if section.is_empty() { name.to_owned() } else { format!("{section}.{name}") };
-    let hint = match (REPLACED.iter().find(|(old, _)| *old == key), elsewhere) {
-        (Some((_, new)), _) => format!("it was replaced by `{new}`"),
+    let hint = match (REPLACED.iter().find(|replaced| replaced.old == key), elsewhere) {
+        (Some(replaced), _) => replaced.hint(),
         (None, Some(path)) => format!("did you mean `{path}`?"),
         (None, None) => format!("the known keys are {}", all()),
     };
@@ -240,8 +274,11 @@ mod tests {
     fn the_error_for_a_key_of_an_earlier_version_names_the_key_that_replaces_it() {
         let error = load("[store]\nindex_cache = \"32MiB\"\n", &[]).unwrap_err().to_string();
         assert!(error.contains("`store.index_cache`; it was replaced by `store.cache`"), "{error}");
-        for (_, new) in REPLACED {
-            assert!(keys().iter().any(|key| key.path() == new), "{new}");
+        let error = load("", &[("OUTBOARD_STORE_METADATA_CACHE", "1")]).unwrap_err().to_string();
+        let expected = "`OUTBOARD_STORE_METADATA_CACHE`; it was replaced by `store.cache`";
+        assert!(error.contains(expected), "{error}");
+        for replaced in REPLACED {
+            assert!(keys().iter().any(|key| key.path() == replaced.new), "{}", replaced.new);
         }
     }
 

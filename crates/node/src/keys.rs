@@ -45,6 +45,11 @@ fn of_section(section: &'static str, meta: &'static Meta) -> Vec<Key> {
     found
 }
 
+/// Returns the name of the environment variable that derives from the path of a key.
+pub fn env_of_path(path: &str) -> String {
+    format!("OUTBOARD_{}", path.replace('.', "_").to_uppercase())
+}
+
 impl Key {
     /// Returns `section.name`, or `name` for a key outside of all sections.
     pub fn path(&self) -> String {
@@ -54,8 +59,7 @@ impl Key {
     /// Returns the name of the environment variable that overrides the key's value in the file. The
     /// name derives from the key's path unless the key's declaration names another variable.
     pub fn env(&self) -> String {
-        let by_path = || format!("OUTBOARD_{}", self.path().replace('.', "_").to_uppercase());
-        self.env.map_or_else(by_path, str::to_owned)
+        self.env.map_or_else(|| env_of_path(&self.path()), str::to_owned)
     }
 
     /// Returns the description as one line.
