@@ -16,7 +16,8 @@ use wire::{CodingMode, CodingOffload, Placement};
 
 use super::cpus::Cpus;
 use super::debug::ChannelTuning;
-use super::units::{ByteSize, MemoryAmount, OutOfRange, Period, machine_memory};
+use super::machine_memory::machine_memory;
+use super::units::{ByteSize, MemoryAmount, OutOfRange, Period};
 
 const MIB: u64 = 1 << 20;
 
@@ -77,15 +78,31 @@ pub struct StoreSection {
     #[config(default = "auto")]
     pub cpus: Cpus,
     /// Memory for cached pages and values of the index, for all targets together: a size, or a
-    /// percentage of the machine's memory, such as "12%". A target uses at most its equal share, and
-    /// at most as much as its index has. Changes that no checkpoint has written need memory in
-    /// addition: about as much as they take in the log.
-    #[config(default = "12%", validate(within(cache.bytes(machine_memory()), 4 * MIB, 1 << 42), "must be 4MiB to 4TiB"))]
+    /// percentage of the machine's memory, such as "12%". If the process's cgroup or one of its
+    /// parents has a memory limit below the machine's memory, the percentage refers to the limit.
+    /// Valid sizes are 4MiB to 4TiB. A percentage yields at least 4MiB and at most 4TiB. A target
+    /// uses at most its equal share, and at most as much as its index has. Changes that no
+    /// checkpoint has written need memory in addition: about as much as they take in the log.
+    #[config(default = "12%", validate(StoreSection::CACHE.contains(&cache_bytes(*cache)), "must be 4MiB to 4TiB"))]
     pub cache: MemoryAmount,
     /// Memory for bounce buffers, per target. Reads and writes use bounce buffers if the memory of
     /// their data is unsuitable for direct I/O.
     #[config(default = "32MiB", validate(within(buffers.0, MIB, 1 << 40), "must be 1MiB to 1TiB"))]
     pub buffers: ByteSize,
+}
+
+impl StoreSection {
+    /// Valid values of `store.cache`, in bytes.
+    const CACHE: RangeInclusive<u64> = 4 * MIB..=1 << 42;
+
+    /// Returns the memory for caches on this machine, in bytes.
+    pub fn cache_bytes(&self) -> u64 {
+        cache_bytes(self.cache)
+    }
+}
+
+fn cache_bytes(cache: MemoryAmount) -> u64 {
+    cache.bytes(machine_memory(), &StoreSection::CACHE)
 }
 
 /// Configuration keys of section `channel`.

@@ -20,6 +20,7 @@ pub mod identity;
 pub mod keeper;
 pub mod keys;
 pub mod logging;
+pub mod machine_memory;
 pub mod making;
 pub mod metrics;
 pub mod plan;

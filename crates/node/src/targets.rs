@@ -21,7 +21,6 @@ use super::durable::{remove_file, rename};
 use super::identity::KnownTarget;
 use super::plan::PlanError;
 use super::state::MountedTarget;
-use super::units::machine_memory;
 use super::watchdog::Checkpoints;
 use crate::progress::ProgressMeter;
 
@@ -211,7 +210,7 @@ pub fn mount_driven(
 /// Returns the mount options of target number `index` of `count` targets, which share the memory for
 /// caches equally.
 pub fn mount_options(index: usize, count: usize, config: &Config, faults: &Faults) -> MountOptions {
-    let cache = config.store.cache.bytes(machine_memory()) / count.max(1) as u64;
+    let cache = config.store.cache_bytes() / count.max(1) as u64;
     MountOptions {
         expected_uuid: None,
         index,

@@ -25,12 +25,13 @@ pub enum MemoryAmount {
 }
 
 impl MemoryAmount {
-    /// Returns the amount in bytes on a machine with `machine` bytes of memory.
+    /// Returns the amount in bytes on a machine with `machine` bytes of memory. The amount of a
+    /// percentage is at least the start and at most the end of `range`.
     #[must_use]
-    pub fn bytes(self, machine: u64) -> u64 {
+    pub fn bytes(self, machine: u64, range: &RangeInclusive<u64>) -> u64 {
         match self {
             MemoryAmount::Bytes(size) => size.0,
-            MemoryAmount::Percent(percent) => machine / 100 * percent,
+            MemoryAmount::Percent(percent) => (machine / 100 * percent).clamp(*range.start(), *range.end()),
         }
     }
 }
@@ -174,16 +175,6 @@ impl From<MemoryAmount> for String {
     }
 }
 
-/// Returns the memory that this process may use, in bytes: the machine's memory, or the limit of the
-/// container.
-#[must_use]
-pub fn machine_memory() -> u64 {
-    let info = rustix::system::sysinfo();
-    let machine = (info.totalram as u64).saturating_mul(u64::from(info.mem_unit));
-    let limit = std::fs::read_to_string("/sys/fs/cgroup/memory.max").ok();
-    limit.and_then(|limit| limit.trim().parse().ok()).map_or(machine, |limit: u64| machine.min(limit))
-}
-
 impl TryFrom<String> for ByteSize {
     type Error = UnitError;
 
@@ -261,12 +252,15 @@ mod tests {
     fn amounts_of_memory_are_sizes_or_percentages() {
         for (text, bytes) in [("512MiB", 512 << 20), ("12%", 12_000), ("100%", 100_000)] {
             let amount: MemoryAmount = text.parse().unwrap();
-            assert_eq!((amount.to_string().as_str(), amount.bytes(100_000)), (text, bytes));
+            assert_eq!((amount.to_string().as_str(), amount.bytes(100_000, &(0..=u64::MAX))), (text, bytes));
+        }
+        // Only percentages adapt to the valid values.
+        for (text, bytes) in [("1%", 2000), ("3%", 3000), ("5%", 4000), ("1000B", 1000), ("5000B", 5000)] {
+            assert_eq!(text.parse::<MemoryAmount>().unwrap().bytes(100_000, &(2000..=4000)), bytes, "{text}");
         }
         for text in ["", "%", "0%", "101%", "-1%", "1.5%", "half"] {
             assert!(text.parse::<MemoryAmount>().is_err(), "{text}");
         }
-        assert!(machine_memory() > 64 << 20);
     }
 
     #[test]
