@@ -174,7 +174,7 @@ pub enum Error {
     /// The pool cannot list its objects in the order of their names.
     #[error(
         "pool {0} cannot list its objects in order, because an earlier version of Outboard created it; list them \
-         without order, or copy them to a new pool"
+         without order, or copy them to a new pool (docs/operations.md, \"Pools of earlier versions\")"
     )]
     NotOrdered(String),
 }

@@ -99,7 +99,7 @@ async fn begin(
     match names.next().await {
         Err(Error::Node(NodeError::NotOrdered(pool))) if sort.is_none() => {
             output::note(format!(
-                "the objects are not in order, because an earlier version of Outboard created pool {pool}; copy them to a new pool to list them in order"
+                "the objects are not in order, because an earlier version of Outboard created pool {pool}; to list them in order, copy them to a new pool (docs/operations.md, \"Pools of earlier versions\")"
             ));
             let mut names = list();
             let first = names.next().await?;
