@@ -411,6 +411,8 @@ pub enum RandomStream {
     TooMany,
     /// The damage at the end of a log.
     LogEnd,
+    /// The order of listings.
+    Listings,
 }
 
 /// Returns the random number generator for `stream` in the simulation of `seed`.
@@ -435,6 +437,7 @@ pub fn rng(seed: u64, stream: RandomStream) -> StdRng {
         RandomStream::InTurn => (15, 0),
         RandomStream::TooMany => (16, 0),
         RandomStream::LogEnd => (17, 0),
+        RandomStream::Listings => (18, 0),
     };
     let mut key = [0; 32];
     key[..8].copy_from_slice(&seed.to_le_bytes());
@@ -536,6 +539,12 @@ impl SimulationPlan {
         use FaultKind as K;
         let is_reported = |kind| matches!(kind, K::FlipInWrite | K::FlipAtRest | K::DamageLogEnd);
         self.faults.iter().all(|fault| !fault.kind.is_lossy() || is_reported(fault.kind))
+    }
+
+    /// Whether all listings are in the order of names. Otherwise, no listing is.
+    #[must_use]
+    pub fn lists_in_order(&self) -> bool {
+        rng(self.seed, RandomStream::Listings).random_bool(0.5)
     }
 
     /// Whether more drives are lost than the pools tolerate.

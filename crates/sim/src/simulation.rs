@@ -198,7 +198,11 @@ impl Simulation {
             history.add_pool(&pool.name, pool.redundancy.targets() > 1);
             pools.push(PoolName::new(&pool.name).expect("the name is valid"));
         }
-        let options = WorkloadOptions { write_max: plan.write_max, ..WorkloadOptions::new(pools) };
+        let options = WorkloadOptions {
+            lists_in_order: plan.lists_in_order(),
+            write_max: plan.write_max,
+            ..WorkloadOptions::new(pools)
+        };
         Rc::new(Simulation {
             plan,
             trace,
@@ -484,6 +488,7 @@ async fn names(client: &Client, list: &ListCall) -> client::Result<Vec<(String, 
         None => pool.list_all_namespaces(&list.prefix),
         Some(namespace) => pool.namespace(namespace)?.list(&list.prefix),
     };
+    let listing = if list.is_ordered { listing.ordered() } else { listing };
     let found = listing.page_size(7).collect().await?;
     let parts = |name: &ObjectName| (name.namespace().to_owned(), name.object().to_owned());
     Ok(found.iter().filter(|name| name.namespace() != FILLER).map(parts).collect())

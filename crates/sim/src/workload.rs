@@ -40,6 +40,8 @@ pub struct WorkloadOptions {
     pub queries: u32,
     /// Weight of listings.
     pub listings: u32,
+    /// Whether listings are in the order of names.
+    pub lists_in_order: bool,
     /// Maximum size of the data of one write, in bytes.
     pub write_max: u64,
 }
@@ -57,6 +59,7 @@ impl WorkloadOptions {
             reads: 30,
             queries: 13,
             listings: 2,
+            lists_in_order: false,
             write_max: 9 << 20,
         }
     }
@@ -162,7 +165,8 @@ impl ClientWorkload {
                 _ => None,
             };
             let prefix = ["", HOT, COLD, "cold/1"][rng.random_range(0..4)].to_owned();
-            ListCall { pool: object.pool().to_owned(), namespace, prefix }.into()
+            let is_ordered = self.workload.options.lists_in_order;
+            ListCall { pool: object.pool().to_owned(), namespace, prefix, is_ordered }.into()
         }
     }
 

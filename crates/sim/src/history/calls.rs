@@ -71,8 +71,9 @@ impl fmt::Display for Request {
                 write!(f, "query {:?}", query.ops)?;
                 write_conditions(f, &query.conditions)
             }
-            Request::List(ListCall { pool, namespace, prefix }) => {
-                write!(f, "list pool {pool}, namespace {namespace:?}, prefix {prefix:?}")
+            Request::List(ListCall { pool, namespace, prefix, is_ordered }) => {
+                write!(f, "list pool {pool}, namespace {namespace:?}, prefix {prefix:?}")?;
+                if *is_ordered { write!(f, ", in order") } else { Ok(()) }
             }
             Request::Admin(text) => write!(f, "{text}"),
         }
@@ -273,6 +274,8 @@ pub struct ListCall {
     pub namespace: Option<String>,
     /// Lists only names with this prefix.
     pub prefix: String,
+    /// Whether the names must be in the order of namespaces and names.
+    pub is_ordered: bool,
 }
 
 impl ListCall {

@@ -375,6 +375,9 @@ impl<'a> HistoryCheck<'a> {
         if self.is_on_removed_pool(call) {
             return;
         }
+        if list.is_ordered && !names.is_sorted_by(|a, b| a < b) {
+            return self.report_call(Rule::Listing, id, "the names are not in order");
+        }
         let mut seen = BTreeSet::new();
         for (namespace, object) in names {
             let pool = list.pool.parse().ok();

@@ -290,7 +290,7 @@ impl World {
 }
 
 fn list() -> ListCall {
-    ListCall { pool: "p".into(), namespace: None, prefix: String::new() }
+    ListCall { pool: "p".into(), namespace: None, prefix: String::new(), is_ordered: false }
 }
 
 fn describe(object: &ObjectName) -> QueryCall {

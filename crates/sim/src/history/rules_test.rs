@@ -100,7 +100,7 @@ fn listed(names: &[&str]) -> Outcome {
 }
 
 fn list() -> ListCall {
-    ListCall { pool: "p".into(), namespace: None, prefix: String::new() }
+    ListCall { pool: "p".into(), namespace: None, prefix: String::new(), is_ordered: false }
 }
 
 #[test]
@@ -443,6 +443,21 @@ fn a_listing_contains_the_objects_that_exist_throughout() {
     twice.call(create(), changed(3, 0));
     twice.end(call, listed(&["a", "a"]));
     twice.accept();
+}
+
+#[test]
+fn an_ordered_listing_contains_names_in_order() {
+    for (names, is_ordered, is_valid) in
+        [(["a", "b"], true, true), (["b", "a"], false, true), (["b", "a"], true, false)]
+    {
+        let mut story = Story::new();
+        for name in ["p/a", "p/b"] {
+            story.call(ChangeCall::new(name.parse().unwrap()).op(Mutation::Create), changed(1, 0));
+        }
+        story.call(ListCall { is_ordered, ..list() }, listed(&names));
+        let expected = if is_valid { &[][..] } else { &[Rule::Listing] };
+        assert_eq!(story.rules(), expected, "{names:?}, in order: {is_ordered}");
+    }
 }
 
 #[test]

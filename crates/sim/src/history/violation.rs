@@ -19,7 +19,7 @@ pub enum Rule {
     DataOrigin,
     /// A full target keeps enough space for removals.
     Reserve,
-    /// A listing contains only names of objects, and each name once.
+    /// A listing contains only names of objects, and each name once. An ordered listing is in order.
     Listing,
     /// A call ends at its deadline at the latest.
     Ends,

@@ -141,7 +141,8 @@ impl Simulation {
             self.last_call(&client, id, RangeRead::whole(object).into()).await;
         }
         for pool in &self.plan.pools {
-            let list = ListCall { pool: pool.name.clone(), namespace: None, prefix: String::new() };
+            let (pool, is_ordered) = (pool.name.clone(), self.plan.lists_in_order());
+            let list = ListCall { pool, namespace: None, prefix: String::new(), is_ordered };
             self.last_call(&client, id, list.into()).await;
         }
         client.close().await;
