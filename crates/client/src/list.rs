@@ -71,9 +71,13 @@ impl Listing {
     /// about 100,000 names in memory. Pools that an earlier version of Outboard created cannot be
     /// listed in order: [`Listing::next`] then fails with
     /// [`NodeError::NotOrdered`](crate::NodeError::NotOrdered).
+    ///
+    /// A listing that has begun starts again at its cursor, which must be the cursor of an ordered
+    /// listing.
     #[must_use]
     pub fn ordered(mut self) -> Listing {
         self.is_ordered = true;
+        self.restart();
         self
     }
 
@@ -99,10 +103,12 @@ impl Listing {
     }
 
     /// Continues an earlier listing of the same pool from its [`Listing::cursor`]. With an empty
-    /// cursor, lists all names. [`Listing::next`] fails if the cursor is invalid.
+    /// cursor, lists all names. [`Listing::next`] fails if the cursor is invalid. A listing that has
+    /// begun starts again at the cursor.
     #[must_use]
     pub fn from_cursor(mut self, cursor: Bytes) -> Listing {
         self.cursor = cursor;
+        self.restart();
         self
     }
 
@@ -143,6 +149,13 @@ impl Listing {
             all.push(name);
         }
         Ok(all)
+    }
+
+    /// Forgets all names that were fetched, so that [`Listing::next`] continues at the cursor.
+    fn restart(&mut self) {
+        self.page.clear();
+        self.merge = None;
+        self.ended = false;
     }
 
     async fn next_in_order(&mut self) -> Result<Option<ObjectName>> {

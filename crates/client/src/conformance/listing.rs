@@ -20,6 +20,7 @@ pub(super) async fn run(client: &Client, pool_name: &str, listing: &Pool, cursor
     the_last_name_continues_an_ordered_listing_at_any_time(cursors).await;
     objects_that_exist_throughout_are_listed_in_order(churn).await;
     an_invalid_cursor_is_refused(cursors).await;
+    a_listing_that_has_begun_starts_again_at_its_new_cursor(cursors).await;
 }
 
 /// Creates objects with these names.
@@ -208,4 +209,26 @@ async fn an_invalid_cursor_is_refused(pool: &Pool) {
     let mut listing = pool.list("").from_cursor(Bytes::from_static(b"\xff\xff\xff\xff\xff"));
     let refused = node_error(listing.next().await);
     assert!(matches!(refused, NodeError::BadRequest(_)), "{refused}");
+}
+
+async fn a_listing_that_has_begun_starts_again_at_its_new_cursor(pool: &Pool) {
+    let made = all(pool.list("")).await;
+    for mut listing in [pool.list("").page_size(PAGE), pool.list("").page_size(PAGE).ordered()] {
+        for _ in 0..PAGE {
+            listing.next().await.unwrap().unwrap();
+        }
+        let cursor = listing.cursor().clone();
+        listing.next().await.unwrap().unwrap();
+        let mut listing = listing.from_cursor(cursor);
+        let mut rest = 0;
+        while listing.next().await.unwrap().is_some() {
+            rest += 1;
+        }
+        assert_eq!(rest, made.len() - PAGE as usize);
+        assert_eq!(all(listing.from_cursor(Bytes::new())).await, made);
+    }
+    // At its end, a listing without order has an empty cursor.
+    let mut listing = pool.list("");
+    while listing.next().await.unwrap().is_some() {}
+    assert_eq!(all(listing.ordered()).await, made);
 }
