@@ -153,3 +153,49 @@ impl GroupNames {
         GroupNames { names: VecDeque::new(), cursor: cursor.clone(), ended: false, is_in_first: false }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::time::Duration;
+
+    use tokio::time::timeout;
+
+    use crate::engine::{Engine, FaultRates, FaultyEngine, MemEngine};
+    use crate::{Client, Error, Options};
+
+    /// Faults delay requests, so that fetches fail, or the caller drops them before their end.
+    #[tokio::test(start_paused = true)]
+    async fn a_merge_continues_after_failed_and_dropped_fetches() {
+        let inner: Arc<dyn Engine> = Arc::new(MemEngine::new());
+        let client = Client::over(Arc::clone(&inner), Options::default());
+        client.create_pool_with("pool", 16, wire::Redundancy::Single).await.unwrap();
+        let names: Vec<_> = (0..300).map(|n| format!("{n:03}")).collect();
+        for name in &names {
+            client.pool("pool").unwrap().object(name).unwrap().create().await.unwrap();
+        }
+        for (seed, page) in [1, 2, 7, 1000].into_iter().enumerate() {
+            let rates =
+                FaultRates { delay: 0.3, delay_max: Duration::from_secs(40), ..FaultRates::default() };
+            let faulty = Arc::new(FaultyEngine::new(Arc::clone(&inner), rates, seed as u64));
+            let options = Options { request_timeout: Duration::from_secs(20), ..Options::default() };
+            let client = Client::over(faulty, options);
+            let mut listing = client.pool("pool").unwrap().list("").ordered().page_size(page);
+            let (mut listed, mut failed, mut dropped) = (Vec::new(), 0, 0);
+            for patience_s in (10..60).cycle() {
+                match timeout(Duration::from_secs(patience_s), listing.next()).await {
+                    Err(_) => dropped += 1,
+                    Ok(Err(Error::TimedOut(_))) => failed += 1,
+                    Ok(Ok(Some(name))) => listed.push(name.object().to_owned()),
+                    Ok(Ok(None)) => break,
+                    Ok(Err(e)) => panic!("{e}"),
+                }
+            }
+            assert_eq!(listed, names, "{page} names per page");
+            assert!(
+                page == 1000 || (failed > 0 && dropped > 0),
+                "{page}: {failed} failed, {dropped} dropped"
+            );
+        }
+    }
+}
