@@ -237,8 +237,10 @@ pub struct OsdSection {
     /// one), "any", or a list such as "2,4-7".
     #[config(default = "auto")]
     pub cpus: Cpus,
-    /// Memory for payload between client and store. When this memory is used up, requests wait. At
-    /// least 8MiB, a multiple of 4MiB.
+    /// Memory for the data of reads, and of writes that the osd pulls from clients. When this memory
+    /// is used up, these requests wait. At least 8MiB, a multiple of 4MiB. Writes of up to 256KiB
+    /// contain their data and use other memory: per connection, up to 256KiB for each of the
+    /// requests that are executed (osd.requests_per_connection), and 4MiB for waiting requests.
     #[config(default = "128MiB", validate(within(staging.0, 8 * MIB, 1 << 40) && staging.0.is_multiple_of(4 * MIB), "must be 8MiB to 1TiB, a multiple of 4MiB"))]
     pub staging: ByteSize,
     /// How long a request waits for a store that restarts, or for an unresponsive target that the
