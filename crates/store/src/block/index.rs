@@ -381,7 +381,8 @@ impl Index {
             }
             let _ = guarded(|| {
                 let table = database.begin_read()?.open_table(TABLE)?;
-                part.iter().try_for_each(|(key, _)| Ok(drop(table.get(&key[..])?)))
+                part.iter().try_for_each(|(key, _)| table.get(&key[..]).map(drop))?;
+                Ok(())
             });
         });
     }

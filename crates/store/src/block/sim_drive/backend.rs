@@ -279,7 +279,7 @@ impl SimBackend {
         // A real checkpoint makes its reports while the drive executes its operations.
         if let Some(WrittenCheckpoint { reports, .. }) = &mut self.written {
             let due = reports.partition_point(|(operations, _)| *operations <= executed);
-            if let Some((_, progress)) = reports.drain(..due).last() {
+            if let Some((_, progress)) = reports.drain(..due).next_back() {
                 self.mailbox.shared.events.push(CoreEvent::CheckpointAdvanced(progress));
             }
         }
