@@ -2,7 +2,6 @@
 
 use std::cell::Cell;
 use std::panic::{UnwindSafe, catch_unwind};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{Builder, JoinHandle};
 use std::time::Duration;
 
@@ -143,7 +142,7 @@ pub fn spawn<T: Send + 'static>(
 ///
 /// # Panics
 /// If `body` panics.
-pub fn for_each_in_parallel<T: Send>(
+pub fn for_each_in_parallel<T: Copy + Send>(
     class: ThreadClass,
     suffix: &str,
     items: impl IntoIterator<Item = T>,
@@ -151,16 +150,9 @@ pub fn for_each_in_parallel<T: Send>(
 ) {
     std::thread::scope(|scope| {
         for item in items {
-            // The item stays available if the thread cannot be created.
-            let (item, body) = (Arc::new(Mutex::new(Some(item))), &body);
-            let run = |item: &Mutex<Option<T>>| {
-                if let Some(item) = item.lock().unwrap_or_else(PoisonError::into_inner).take() {
-                    body(item);
-                }
-            };
-            let (to_thread, name) = (Arc::clone(&item), format!("{}-{suffix}", class.prefix()));
-            if Builder::new().name(name).spawn_scoped(scope, move || run(&to_thread)).is_err() {
-                run(&item);
+            let (name, body) = (format!("{}-{suffix}", class.prefix()), &body);
+            if Builder::new().name(name).spawn_scoped(scope, move || body(item)).is_err() {
+                body(item);
             }
         }
     });

@@ -81,8 +81,8 @@ pub struct StoreSection {
     /// percentage of the machine's memory, such as "12%". If the process's cgroup or one of its
     /// parents has a memory limit below the machine's memory, the percentage refers to the limit.
     /// Valid sizes are 4MiB to 4TiB. A percentage yields at least 4MiB and at most 4TiB. A target
-    /// uses at most its equal share. It needs memory in addition: as much as the size of its log for
-    /// changes that no checkpoint has written, half of this size for small overwrites, 33MiB for
+    /// uses at most its equal share. It needs memory in addition: up to the size of its log for
+    /// changes that no checkpoint has written, up to as much again for small overwrites, 33MiB for
     /// index pages that are being written, up to 80MiB to know which objects exist, and one
     /// thousandth of the size of the index.
     #[config(default = "12%", validate(StoreSection::CACHE.contains(&cache_bytes(*cache)), "must be 4MiB to 4TiB"))]

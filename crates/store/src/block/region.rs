@@ -103,7 +103,7 @@ struct CommitReport {
 
 impl CommitReport {
     /// Reports that a page is written. At least `more` other pages follow.
-    fn written(&mut self, more: u64) {
+    fn count_page(&mut self, more: u64) {
         self.written += 1;
         self.part.step(self.written, self.expected.max(self.written + more));
     }
@@ -344,7 +344,7 @@ impl IndexRegion {
         let mut completed = |bytes: usize| {
             for _ in 0..bytes / BLOCK_SIZE {
                 more = more.saturating_sub(1);
-                commit.iter_mut().for_each(|commit| commit.written(more));
+                commit.iter_mut().for_each(|commit| commit.count_page(more));
             }
         };
         self.once_sound(|drive| drive.write_all(&pieces, &mut completed))?;
