@@ -28,22 +28,25 @@ const CHECKPOINTS_MAX: u32 = 8;
 impl Core {
     /// Handles the result of one read of the scan of existing objects. The result shows the index
     /// at some time after the scan began. The filter already has every key that was put into the
-    /// index since the scan began. With `is_current`, no checkpoint has ended since the read began.
-    fn scanned(&mut self, found: Result<Vec<NeedAnswer>>, is_current: bool) {
+    /// index since the scan began.
+    fn scanned(&mut self, found: Result<Vec<NeedAnswer>>, generation: u64) {
         match found.map(|mut answers| answers.pop()) {
-            Ok(Some(NeedAnswer::Range(found))) => {
-                if is_current {
-                    self.view.warm(&found);
-                }
-                if let Some(next) = self.view.presence.scanned(&found).filter(|_| self.lifecycle.is_open()) {
-                    self.scan(next);
-                }
-            }
+            Ok(Some(NeedAnswer::Range(found))) => self.view.presence.scanned(found, generation),
             other => {
                 // Calls that read the same part of the index will report the error.
                 self.view.presence.scan_failed();
                 tracing::warn!(?other, "the index cannot be scanned, so creating objects is slower");
             }
+        }
+    }
+
+    /// Does one step of the scan of existing objects, if a step is due.
+    fn scan_step(&mut self) {
+        let is_idle = self.is_idle();
+        if self.lifecycle.is_open()
+            && let Some(next) = self.view.scan_step(self.generation, is_idle)
+        {
+            self.scan(next);
         }
     }
 
@@ -115,7 +118,8 @@ impl Core {
         }
     }
 
-    /// Does all work that does not have to wait for an event.
+    /// Does all work that does not have to wait for an event. The scan of existing objects advances by
+    /// one step ([`has_spare_time`](Self::has_spare_time)).
     pub(crate) fn advance(&mut self) {
         loop {
             while let Some((op, pending)) = self.calls.next_runnable() {
@@ -138,6 +142,7 @@ impl Core {
             }
         }
         self.make_log_room();
+        self.scan_step();
         self.try_close();
     }
 
@@ -400,7 +405,7 @@ impl Core {
     fn loaded(&mut self, op: u64, generation: u64, needs: Vec<Need>, found: Result<Vec<NeedAnswer>>) {
         let found = found.map_err(|error| self.poisoned_by(error));
         if op == SCAN {
-            return self.scanned(found, generation == self.generation);
+            return self.scanned(found, generation);
         }
         if generation != self.generation {
             self.output.work.push(BlockingWork::Load { op, generation: self.generation, needs });

@@ -243,6 +243,12 @@ impl Core {
             && !self.stages.has_waiting()
     }
 
+    /// Whether the scan of existing objects can use the time until the next event. Otherwise it
+    /// advances only by one step per event, so that calls are delayed little.
+    pub(crate) fn has_spare_time(&self) -> bool {
+        self.lifecycle.is_open() && self.is_idle() && self.view.presence.has_step()
+    }
+
     /// Whether calls wait for free blocks, or for room in the log or the index. If so, the store
     /// should make freed blocks usable soon.
     pub(crate) fn is_starved(&self) -> bool {

@@ -126,8 +126,9 @@ impl DriverOn<Hardware> {
             return Ok(());
         }
         let timeout = self.is_quiet().then_some(IDLE);
-        self.backend.ring.wait(timeout, || shared.is_ready())?;
-        if timeout.is_some() && !shared.is_ready() && !self.backend.ring.has_completions() {
+        let has_work = || self.core.has_spare_time() || shared.is_ready();
+        self.backend.ring.wait(timeout, has_work)?;
+        if timeout.is_some() && !has_work() && !self.backend.ring.has_completions() {
             self.core.idle();
             self.hand_out()?;
         }
@@ -235,10 +236,11 @@ impl<B: DriverBackend> DriverOn<B> {
         (self.core, self.backend)
     }
 
-    /// Processes new events and hands out the resulting work. Returns whether it found any event.
+    /// Processes new events and hands out the resulting work. Returns whether there was anything to
+    /// do.
     fn work(&mut self) -> io::Result<bool> {
         let shared = Arc::clone(&self.mailbox.shared);
-        let mut busy = false;
+        let mut busy = self.core.has_spare_time();
         while let Some(arena) = shared.arenas.pop() {
             self.backend.register(&arena);
         }

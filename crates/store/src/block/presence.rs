@@ -2,9 +2,10 @@
 //! when a new object is created.
 //!
 //! The filter is a Bloom filter of the keys of onodes, in memory. After a mount, a background scan
-//! of the index, which consists of many reads, fills the filter. Keys that are put into the index
-//! during the scan are added to the filter, too. Until the scan ends, the filter reports every
-//! object as possibly present. Keys of removed objects stay in the filter. When the filter is too
+//! of the index, which consists of many reads, fills the filter. The target's thread adds the keys
+//! of a read in steps, between which calls run. Keys that are put into the index during the scan are
+//! added to the filter, too. Until the scan ends, the filter reports every object as possibly
+//! present. Keys of removed objects stay in the filter. When the filter is too
 //! full to be useful, the store builds a larger filter.
 
 use bytes::Bytes;
@@ -14,9 +15,14 @@ use super::index::EntryBatch;
 use super::need::Need;
 use super::records::key;
 
-/// Number of keys that one read of a scan returns. The target's thread needs about 1 to 2 µs for each
-/// key, in which no call can run.
-const PIECE: usize = 128;
+/// Number of keys that one read of a scan returns.
+const PIECE: usize = 1024;
+/// Number of keys that one step of a scan adds. The target's thread needs about 1 to 2 µs for each key,
+/// in which no call can run.
+const STEP: usize = 64;
+/// Number of keys that one step adds while calls are in progress. Each event of a call makes a step
+/// possible.
+const STEP_BESIDE_CALLS: usize = 8;
 /// Minimum and maximum number of keys for which a filter is sized. The largest filter takes 40 MB.
 const CAPACITY: std::ops::RangeInclusive<u64> = 1 << 16..=1 << 25;
 /// Estimate of the minimum number of index bytes per object, for the size of the first filter.
@@ -28,8 +34,36 @@ const FALSE_POSITIVES: f64 = 0.01;
 pub(crate) struct Presence {
     /// The filter that has all keys of onodes; `None` before the first scan has ended.
     complete: Option<Filter>,
-    /// The filter that the current scan fills; `None` if no scan is in progress.
-    growing: Option<Filter>,
+    /// `None` if no scan is in progress.
+    scan: Option<Scan>,
+}
+
+/// A scan in progress.
+struct Scan {
+    /// The filter that the scan fills.
+    filter: Filter,
+    /// The result of the last read; `None` while a read is in progress.
+    piece: Option<Piece>,
+}
+
+/// The result of one read of a scan.
+struct Piece {
+    /// The entries whose keys the filter does not have yet.
+    entries: std::vec::IntoIter<(Bytes, Bytes)>,
+    /// The key at which to continue the scan, if the index has more entries.
+    resume: Option<Bytes>,
+    /// The generation of the index in which the read began.
+    generation: u64,
+}
+
+/// One step of a scan.
+pub(crate) struct ScanStep {
+    /// The entries whose keys were added to the filter.
+    pub(crate) entries: Vec<(Bytes, Bytes)>,
+    /// The generation of the index in which the entries were read.
+    pub(crate) generation: u64,
+    /// The next read, if the step has added the last keys of a read.
+    pub(crate) next: Option<Need>,
 }
 
 struct Filter {
@@ -57,10 +91,16 @@ impl Filter {
     }
 }
 
+impl Scan {
+    fn new(keys: u64) -> Scan {
+        Scan { filter: Filter::new(keys), piece: None }
+    }
+}
+
 impl Presence {
     /// Creates a filter without keys, for an index with `used` bytes in use.
     pub(crate) fn new(used: u64) -> Presence {
-        Presence { complete: None, growing: Some(Filter::new(2 * used / INDEX_BYTES_PER_OBJECT)) }
+        Presence { complete: None, scan: Some(Scan::new(2 * used / INDEX_BYTES_PER_OBJECT)) }
     }
 
     /// Returns the first read of a scan.
@@ -71,7 +111,8 @@ impl Presence {
 
     /// Records that the key of an onode is put into the index.
     pub(crate) fn insert(&mut self, key: &[u8]) {
-        for filter in self.complete.iter_mut().chain(&mut self.growing) {
+        let growing = self.scan.as_mut().map(|scan| &mut scan.filter);
+        for filter in self.complete.iter_mut().chain(growing) {
             filter.insert(key);
         }
     }
@@ -82,37 +123,61 @@ impl Presence {
         self.complete.as_ref().is_none_or(|filter| filter.bits.contains(key))
     }
 
-    /// Adds the keys that one read of the scan found. Returns the next read, or `None` if the scan
-    /// has ended.
-    pub(crate) fn scanned(&mut self, found: &EntryBatch) -> Option<Need> {
-        let growing = self.growing.as_mut()?;
-        found.entries.iter().for_each(|(key, _)| growing.insert(key));
-        match &found.resume {
-            Some(from) => {
-                let to = key::kind_range(key::ONODE).1;
-                Some(Need::Range { from: from.clone(), to, limit: PIECE })
-            }
-            None => {
-                self.complete = self.growing.take();
-                None
+    /// Takes the result of one read of the scan. The read began in this generation of the index.
+    pub(crate) fn scanned(&mut self, found: EntryBatch, generation: u64) {
+        let EntryBatch { entries, resume } = found;
+        if let Some(scan) = &mut self.scan {
+            scan.piece = Some(Piece { entries: entries.into_iter(), resume, generation });
+        }
+    }
+
+    /// Whether [`step`](Self::step) has keys to add.
+    pub(crate) fn has_step(&self) -> bool {
+        self.scan.as_ref().is_some_and(|scan| scan.piece.is_some())
+    }
+
+    /// Adds the next keys that the scan has found; `None` if there are none now. If calls are in
+    /// progress, `is_idle` is `false`, and the step is short.
+    pub(crate) fn step(&mut self, is_idle: bool) -> Option<ScanStep> {
+        let Scan { filter, piece: found } = self.scan.as_mut()?;
+        let piece = found.as_mut()?;
+        let entries: Vec<_> =
+            piece.entries.by_ref().take(if is_idle { STEP } else { STEP_BESIDE_CALLS }).collect();
+        entries.iter().for_each(|(key, _)| filter.insert(key));
+        let mut step = ScanStep { entries, generation: piece.generation, next: None };
+        if piece.entries.len() == 0 {
+            match found.take().and_then(|piece| piece.resume) {
+                Some(from) => {
+                    let to = key::kind_range(key::ONODE).1;
+                    step.next = Some(Need::Range { from, to, limit: PIECE });
+                }
+                None => self.complete = self.scan.take().map(|scan| scan.filter),
             }
         }
+        Some(step)
     }
 
     /// Starts a larger filter if the current filter is too full. If this method returns `true`, the
     /// caller must begin a scan.
     pub(crate) fn outgrown(&mut self) -> bool {
         let Some(full) = self.complete.as_ref().filter(|f| f.keys > f.capacity) else { return false };
-        if self.growing.is_some() || full.capacity >= *CAPACITY.end() {
+        if self.scan.is_some() || full.capacity >= *CAPACITY.end() {
             return false;
         }
-        self.growing = Some(Filter::new(2 * full.keys));
+        self.scan = Some(Scan::new(2 * full.keys));
         true
+    }
+
+    /// Takes the result of one read, and does all steps. Returns the next read.
+    #[cfg(test)]
+    pub(crate) fn scan_all(&mut self, found: EntryBatch) -> Option<Need> {
+        self.scanned(found, 0);
+        std::iter::from_fn(|| self.step(true)).last()?.next
     }
 
     /// Discards the filter of a scan that has failed.
     pub(crate) fn scan_failed(&mut self) {
-        self.growing = None;
+        self.scan = None;
     }
 }
 
@@ -137,12 +202,18 @@ mod tests {
     fn the_filter_reports_every_object_as_possibly_present_until_the_scan_ends() {
         let mut presence = Presence::new(0);
         assert!(presence.may_have(&onode(1)));
-        let next = presence.scanned(&piece(0..10, Some(10)));
-        assert!(matches!(next, Some(Need::Range { from, .. }) if from == onode(10)));
+        presence.scanned(piece(0..100, Some(100)), 0);
+        for (is_idle, keys) in [(false, 8), (true, 64)] {
+            let step = presence.step(is_idle).unwrap();
+            assert_eq!((step.entries.len(), step.next), (keys, None));
+        }
+        let next = presence.step(true).unwrap().next;
+        assert!(!presence.has_step(), "the next read is in progress");
+        assert!(matches!(next, Some(Need::Range { from, .. }) if from == onode(100)));
         presence.insert(&onode(1000));
         assert!(presence.may_have(&onode(77)));
-        assert!(presence.scanned(&piece(10..20, None)).is_none());
-        assert!((0..20).chain([1000]).all(|n| presence.may_have(&onode(n))));
+        assert!(presence.scan_all(piece(100..200, None)).is_none());
+        assert!((0..200).chain([1000]).all(|n| presence.may_have(&onode(n))));
         let wrong = (2000..12_000).filter(|n| presence.may_have(&onode(*n))).count();
         assert!(wrong < 100, "{wrong} of 10 000 absent keys are reported as possibly present");
     }
@@ -150,7 +221,7 @@ mod tests {
     #[test]
     fn a_filter_that_is_too_full_stays_in_use_until_a_larger_filter_is_complete() {
         let mut presence = Presence::new(0);
-        presence.scanned(&piece(0..0, None));
+        presence.scan_all(piece(0..0, None));
         let mut n = 0;
         while !presence.outgrown() {
             presence.insert(&onode(n));
@@ -159,7 +230,7 @@ mod tests {
         assert!(!presence.outgrown(), "only one larger filter is built at a time");
         presence.insert(&onode(n));
         assert!((0..=n).all(|n| presence.may_have(&onode(n))));
-        presence.scanned(&piece(0..n, None));
+        presence.scan_all(piece(0..n, None));
         assert!((0..=n).all(|n| presence.may_have(&onode(n))));
         let wrong = (n + 1..n + 10_001).filter(|n| presence.may_have(&onode(*n))).count();
         assert!(wrong < 200, "{wrong} of 10 000 absent keys are reported as possibly present");

@@ -281,15 +281,20 @@ impl IndexView {
         }
     }
 
-    /// Caches values that the drive has, as long as the cache has room for them without dropping
-    /// other values.
-    pub(crate) fn warm(&mut self, found: &EntryBatch) {
-        for (key, value) in &found.entries {
-            if !self.cache.get_mut().has_room() {
-                return;
+    /// Does one step of the scan of existing objects. If no checkpoint has ended since the step's
+    /// entries were read, caches their values, as long as the cache has room for them without
+    /// dropping other values. Returns the next read, if one is due.
+    pub(crate) fn scan_step(&mut self, generation: u64, is_idle: bool) -> Option<Need> {
+        let step = self.presence.step(is_idle)?;
+        if step.generation == generation {
+            for (key, value) in step.entries {
+                if !self.cache.get_mut().has_room() {
+                    break;
+                }
+                self.remember(&key, &Some(value));
             }
-            self.remember(key, &Some(value.clone()));
         }
+        step.next
     }
 
     /// Whether the drive cannot have the key, because its object or collection is newer than the
@@ -438,7 +443,7 @@ mod tests {
     fn only_new_keys_and_longer_values_make_the_index_grow() {
         let nothing_on_the_drive = || EntryBatch { entries: Vec::new(), resume: None };
         let mut view = IndexView::new(0, 1 << 20, Presence::new(0));
-        view.presence.scanned(&nothing_on_the_drive());
+        view.presence.scan_all(nothing_on_the_drive());
         let (key, omap) = (key::onode(7, b"o"), key::omap(9, b"k"));
         let value = |len: usize| Some(Bytes::from(vec![1; len]));
         let growth = |view: &IndexView| (view.frozen().growth(), view.active().1.growth());
@@ -473,7 +478,7 @@ mod tests {
         let nothing_on_the_drive = || EntryBatch { entries: Vec::new(), resume: None };
         let onode = |n: u32| key::onode(7, &n.to_be_bytes());
         let mut view = IndexView::new(1 << 20, 1 << 20, Presence::new(0));
-        view.presence.scanned(&nothing_on_the_drive());
+        view.presence.scan_all(nothing_on_the_drive());
         let drive: Changes = (0..10_000).map(|n| (onode(n), Some(Bytes::from_static(b"v")))).collect();
         view.apply((0..9_999).map(|n| (onode(n), None)));
         let (from, to) = key::range(key::ONODE, 7);
@@ -496,6 +501,21 @@ mod tests {
         assert!(loads < 20, "{loads} loads");
     }
 
+    /// A step may run long after its entries were read. A checkpoint may have written newer values since.
+    #[test]
+    fn a_scan_caches_no_values_that_were_read_before_the_last_checkpoint() {
+        let key = key::onode(7, b"o");
+        for (current, expected) in [(5, Ok(Some(Bytes::from_static(b"v")))), (6, Err(Need::Key(key.clone())))]
+        {
+            let mut view = IndexView::new(1 << 20, 1 << 20, Presence::new(0));
+            let entries = vec![(key.clone(), Bytes::from_static(b"v"))];
+            view.presence.scanned(EntryBatch { entries, resume: None }, 5);
+            assert_eq!(view.scan_step(current, true), None);
+            assert_eq!(view.get(&Loaded::default(), &key), expected);
+            assert!(!view.presence.may_have(b"x"), "the filter is complete");
+        }
+    }
+
     /// Regression test. After 262144 new objects, a larger filter was built. It lacked the objects
     /// that were created last: no checkpoint had written them, so the scan for the new filter did
     /// not find them.
@@ -504,7 +524,7 @@ mod tests {
         let nothing_on_the_drive = || EntryBatch { entries: Vec::new(), resume: None };
         let onode = |n: u32| key::onode(7, &n.to_be_bytes());
         let mut view = IndexView::new(0, 1 << 20, Presence::new(0));
-        view.presence.scanned(&nothing_on_the_drive());
+        view.presence.scan_all(nothing_on_the_drive());
         let mut n = 0;
         loop {
             view.apply([(onode(n), Some(Bytes::new()))]);
@@ -517,7 +537,7 @@ mod tests {
             }
             n += 1;
         }
-        view.presence.scanned(&nothing_on_the_drive());
+        view.presence.scan_all(nothing_on_the_drive());
         assert!((0..=n).all(|n| view.presence.may_have(&onode(n))));
     }
 }
