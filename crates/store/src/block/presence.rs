@@ -35,19 +35,19 @@ pub(crate) struct Presence {
     /// The filter that has all keys of onodes; `None` before the first scan has ended.
     complete: Option<Filter>,
     /// `None` if no scan is in progress.
-    scan: Option<Scan>,
+    scan: Option<PresenceScan>,
 }
 
 /// A scan in progress.
-struct Scan {
+struct PresenceScan {
     /// The filter that the scan fills.
     filter: Filter,
     /// The result of the last read; `None` while a read is in progress.
-    piece: Option<Piece>,
+    found: Option<FoundEntries>,
 }
 
 /// The result of one read of a scan.
-struct Piece {
+struct FoundEntries {
     /// The entries whose keys the filter does not have yet.
     entries: std::vec::IntoIter<(Bytes, Bytes)>,
     /// The key at which to continue the scan, if the index has more entries.
@@ -91,16 +91,16 @@ impl Filter {
     }
 }
 
-impl Scan {
-    fn new(keys: u64) -> Scan {
-        Scan { filter: Filter::new(keys), piece: None }
+impl PresenceScan {
+    fn new(keys: u64) -> PresenceScan {
+        PresenceScan { filter: Filter::new(keys), found: None }
     }
 }
 
 impl Presence {
     /// Creates a filter without keys, for an index with `used` bytes in use.
     pub(crate) fn new(used: u64) -> Presence {
-        Presence { complete: None, scan: Some(Scan::new(2 * used / INDEX_BYTES_PER_OBJECT)) }
+        Presence { complete: None, scan: Some(PresenceScan::new(2 * used / INDEX_BYTES_PER_OBJECT)) }
     }
 
     /// Returns the first read of a scan.
@@ -127,26 +127,26 @@ impl Presence {
     pub(crate) fn scanned(&mut self, found: EntryBatch, generation: u64) {
         let EntryBatch { entries, resume } = found;
         if let Some(scan) = &mut self.scan {
-            scan.piece = Some(Piece { entries: entries.into_iter(), resume, generation });
+            scan.found = Some(FoundEntries { entries: entries.into_iter(), resume, generation });
         }
     }
 
     /// Whether [`step`](Self::step) has keys to add.
     pub(crate) fn has_step(&self) -> bool {
-        self.scan.as_ref().is_some_and(|scan| scan.piece.is_some())
+        self.scan.as_ref().is_some_and(|scan| scan.found.is_some())
     }
 
     /// Adds the next keys that the scan has found; `None` if there are none now. If calls are in
     /// progress, `is_idle` is `false`, and the step is short.
     pub(crate) fn step(&mut self, is_idle: bool) -> Option<ScanStep> {
-        let Scan { filter, piece: found } = self.scan.as_mut()?;
-        let piece = found.as_mut()?;
-        let entries: Vec<_> =
-            piece.entries.by_ref().take(if is_idle { STEP } else { STEP_BESIDE_CALLS }).collect();
-        entries.iter().for_each(|(key, _)| filter.insert(key));
-        let mut step = ScanStep { entries, generation: piece.generation, next: None };
-        if piece.entries.len() == 0 {
-            match found.take().and_then(|piece| piece.resume) {
+        let scan = self.scan.as_mut()?;
+        let found = scan.found.as_mut()?;
+        let limit = if is_idle { STEP } else { STEP_BESIDE_CALLS };
+        let entries: Vec<_> = found.entries.by_ref().take(limit).collect();
+        entries.iter().for_each(|(key, _)| scan.filter.insert(key));
+        let mut step = ScanStep { entries, generation: found.generation, next: None };
+        if found.entries.len() == 0 {
+            match scan.found.take().and_then(|found| found.resume) {
                 Some(from) => {
                     let to = key::kind_range(key::ONODE).1;
                     step.next = Some(Need::Range { from, to, limit: PIECE });
@@ -164,7 +164,7 @@ impl Presence {
         if self.scan.is_some() || full.capacity >= *CAPACITY.end() {
             return false;
         }
-        self.scan = Some(Scan::new(2 * full.keys));
+        self.scan = Some(PresenceScan::new(2 * full.keys));
         true
     }
 
