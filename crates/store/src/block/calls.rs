@@ -28,7 +28,8 @@ const CHECKPOINTS_MAX: u32 = 8;
 impl Core {
     /// Handles the result of one read of the scan of existing objects. The result shows the index
     /// at some time after the scan began. The filter already has every key that was put into the
-    /// index since the scan began.
+    /// index since the scan began. `generation` is the generation of the index in which the read
+    /// began.
     fn scanned(&mut self, found: Result<Vec<NeedAnswer>>, generation: u64) {
         match found.map(|mut answers| answers.pop()) {
             Ok(Some(NeedAnswer::Range(found))) => self.view.presence.scanned(found, generation),
@@ -118,8 +119,8 @@ impl Core {
         }
     }
 
-    /// Does all work that does not have to wait for an event. The scan of existing objects advances by
-    /// one step ([`has_spare_time`](Self::has_spare_time)).
+    /// Does all work that does not have to wait for an event, and one step of the scan of existing
+    /// objects. If [`has_spare_time`](Self::has_spare_time), more steps are due.
     pub(crate) fn advance(&mut self) {
         loop {
             while let Some((op, pending)) = self.calls.next_runnable() {

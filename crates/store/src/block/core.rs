@@ -243,8 +243,8 @@ impl Core {
             && !self.stages.has_waiting()
     }
 
-    /// Whether the scan of existing objects can use the time until the next event. Otherwise it
-    /// advances only by one step per event, so that calls are delayed little.
+    /// Whether the driver should call [`advance`](Self::advance) again without an event: the scan of
+    /// existing objects has work, and no call is in progress that the scan would delay.
     pub(crate) fn has_spare_time(&self) -> bool {
         self.lifecycle.is_open() && self.is_idle() && self.view.presence.has_step()
     }

@@ -130,3 +130,19 @@ fn transactions_get_room_in_the_log_in_their_order() {
     assert!(store.lock().checkpoints() > checkpoints);
     queued.into_iter().for_each(|queued| run(queued).unwrap());
 }
+
+/// The scan of many objects needs more steps than events.
+#[test]
+fn after_the_scan_a_new_object_needs_no_load() {
+    let drive = RecordedDrive::new(image());
+    let store = SimStore::mount(&drive, 1).unwrap();
+    for n in 0..300 {
+        run(store.queue_transaction(one(&cid("c"), write(&oid(&n.to_string()), 0, pattern(1, 10))))).unwrap();
+    }
+    run(store.umount()).unwrap();
+    let store = mount(&drive.image(), 1);
+    let new = store.queue_transaction(one(&cid("c"), write(&oid("new"), 0, pattern(1, 10))));
+    while store.lock().step_without_loads() {}
+    assert_eq!(store.queue_len(), 0, "the transaction waits for a load");
+    run(new).unwrap();
+}

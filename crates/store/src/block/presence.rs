@@ -5,8 +5,8 @@
 //! of the index, which consists of many reads, fills the filter. The target's thread adds the keys
 //! of a read in steps, between which calls run. Keys that are put into the index during the scan are
 //! added to the filter, too. Until the scan ends, the filter reports every object as possibly
-//! present. Keys of removed objects stay in the filter. When the filter is too
-//! full to be useful, the store builds a larger filter.
+//! present. Keys of removed objects stay in the filter. When the filter is too full to be useful, the
+//! store builds a larger filter.
 
 use bytes::Bytes;
 use fastbloom::BloomFilter;
@@ -20,8 +20,8 @@ const PIECE: usize = 1024;
 /// Number of keys that one step of a scan adds. The target's thread needs about 1 to 2 µs for each key,
 /// in which no call can run.
 const STEP: usize = 64;
-/// Number of keys that one step adds while calls are in progress. Each event of a call makes a step
-/// possible.
+/// Number of keys that one step adds while calls are in progress. There is one step per turn of the
+/// driver, and calls need several turns each.
 const STEP_BESIDE_CALLS: usize = 8;
 /// Minimum and maximum number of keys for which a filter is sized. The largest filter takes 40 MB.
 const CAPACITY: std::ops::RangeInclusive<u64> = 1 << 16..=1 << 25;

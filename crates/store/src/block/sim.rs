@@ -272,6 +272,10 @@ impl SimTarget {
         self.collect();
         let choices = self.requests.len() + self.work.len();
         if choices == 0 {
+            if self.core.has_spare_time() {
+                self.core.advance();
+                return true;
+            }
             if !self.core.wants_idle() {
                 return false;
             }

@@ -283,7 +283,8 @@ impl IndexView {
 
     /// Does one step of the scan of existing objects. If no checkpoint has ended since the step's
     /// entries were read, caches their values, as long as the cache has room for them without
-    /// dropping other values. Returns the next read, if one is due.
+    /// dropping other values. `generation` is the current generation of the index, and `is_idle` says
+    /// whether no call is in progress. Returns the next read, if one is due.
     pub(crate) fn scan_step(&mut self, generation: u64, is_idle: bool) -> Option<Need> {
         let step = self.presence.step(is_idle)?;
         if step.generation == generation {
@@ -501,7 +502,8 @@ mod tests {
         assert!(loads < 20, "{loads} loads");
     }
 
-    /// A step may run long after its entries were read. A checkpoint may have written newer values since.
+    /// A step may run long after its entries were read, and a checkpoint may have written newer values
+    /// since.
     #[test]
     fn a_scan_caches_no_values_that_were_read_before_the_last_checkpoint() {
         let key = key::onode(7, b"o");
