@@ -43,9 +43,9 @@ impl Core {
 
     /// Does one step of the scan of existing objects, if a step is due.
     fn scan_step(&mut self) {
-        let is_idle = self.is_idle();
+        let pace = self.scan_pace();
         if self.lifecycle.is_open()
-            && let Some(next) = self.view.scan_step(self.generation, is_idle)
+            && let Some(next) = self.view.scan_step(self.generation, pace)
         {
             self.scan(next);
         }

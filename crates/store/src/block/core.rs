@@ -18,7 +18,7 @@ use super::gauges::SpaceGauges;
 use super::log_space::LogSpace;
 use super::messages::{BlockingWork, CoreOutput, ReplySender};
 use super::need::Need;
-use super::presence::Presence;
+use super::presence::{Presence, ScanPace};
 use super::queues::CallQueues;
 use super::reads::{BlockAccess, Look};
 use super::recovery::ReadyTarget;
@@ -28,6 +28,9 @@ use super::superblock::Superblock;
 use super::usage::{IndexSpace, SPREAD};
 use super::view::{IndexView, Loaded};
 use crate::{CollectionId, Result, Space, StoreError, Transaction};
+
+/// Maximum number of calls in progress that the steps of a scan of existing objects may delay.
+const FEW_CALLS: usize = 4;
 
 /// Call number of the scan that fills [`Presence`].
 pub(crate) const SCAN: u64 = 0;
@@ -243,10 +246,22 @@ impl Core {
             && !self.stages.has_waiting()
     }
 
+    /// Returns how fast the scan of existing objects may proceed.
+    pub(crate) fn scan_pace(&self) -> ScanPace {
+        let is_drive_idle = self.requests.is_empty() && self.reads.is_empty();
+        if self.is_idle() {
+            ScanPace::Idle
+        } else if is_drive_idle && !self.stages.has_waiting() && self.calls.len() <= FEW_CALLS {
+            ScanPace::Light
+        } else {
+            ScanPace::Busy
+        }
+    }
+
     /// Whether the driver should call [`advance`](Self::advance) again without an event: the scan of
-    /// existing objects has work, and no call is in progress that the scan would delay.
+    /// existing objects has work, and the scan would delay at most a few calls.
     pub(crate) fn has_spare_time(&self) -> bool {
-        self.lifecycle.is_open() && self.is_idle() && self.view.presence.has_step()
+        self.lifecycle.is_open() && self.scan_pace() != ScanPace::Busy && self.view.presence.has_step()
     }
 
     /// Whether calls wait for free blocks, or for room in the log or the index. If so, the store

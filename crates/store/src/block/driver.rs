@@ -2,7 +2,7 @@
 
 use std::future::poll_fn;
 use std::io;
-use std::pin::Pin;
+use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::task::{Context, Poll};
@@ -96,6 +96,16 @@ struct DriverOn<B> {
     mailbox: Mailbox,
 }
 
+/// What a turn of the driver has done, and whether more work is ready.
+enum Progress {
+    /// Events were processed, or more events are ready.
+    Events,
+    /// There were no events, and steps of the scan of existing objects are due.
+    Scan,
+    /// There is nothing to do before the next event.
+    None,
+}
+
 /// Measures how long the target has been idle.
 struct IdleTimer {
     counting: bool,
@@ -160,11 +170,17 @@ impl<B: DriverBackend> DriverOn<B> {
             Err(error) => self.fail(&error),
             // Lets the other tasks of the thread run first, because they may add work for the next
             // round.
-            Ok(true) => {
+            Ok(Progress::Events) => {
                 idle.counting = false;
                 cx.waker().wake_by_ref();
             }
-            Ok(false) => {
+            // Lets the runtime look for I/O first, too. The runtime rarely looks for I/O while tasks
+            // are ready, and a scan of many objects takes seconds.
+            Ok(Progress::Scan) => {
+                idle.counting = false;
+                let _ = pin!(tokio::task::yield_now()).poll(cx);
+            }
+            Ok(Progress::None) => {
                 self.backend.rest(cx);
                 self.rest(cx, idle);
             }
@@ -172,11 +188,17 @@ impl<B: DriverBackend> DriverOn<B> {
         if self.is_over() { Poll::Ready(()) } else { Poll::Pending }
     }
 
-    /// Processes new events. Returns whether events were processed or more are ready.
-    fn turn(&mut self) -> io::Result<bool> {
-        let busy = self.work()?;
-        let more = self.backend.start()?;
-        Ok(busy || more || self.mailbox.shared.is_ready())
+    /// Processes new events, and does a step of the scan of existing objects if a step is due.
+    fn turn(&mut self) -> io::Result<Progress> {
+        let had_events = self.work()?;
+        let has_completions = self.backend.start()?;
+        Ok(if had_events || has_completions || self.mailbox.shared.is_ready() {
+            Progress::Events
+        } else if self.core.has_spare_time() {
+            Progress::Scan
+        } else {
+            Progress::None
+        })
     }
 
     /// Calls [`Core::idle`] when the target has been idle for [`IDLE`].
@@ -236,34 +258,34 @@ impl<B: DriverBackend> DriverOn<B> {
         (self.core, self.backend)
     }
 
-    /// Processes new events and hands out the resulting work. Returns whether there was anything to
-    /// do.
+    /// Processes new events, does a step of the scan of existing objects if a step is due, and hands
+    /// out the resulting work. Returns whether there were events.
     fn work(&mut self) -> io::Result<bool> {
         let shared = Arc::clone(&self.mailbox.shared);
-        let mut busy = self.core.has_spare_time();
+        let mut had_events = false;
         while let Some(arena) = shared.arenas.pop() {
             self.backend.register(&arena);
         }
         for done in self.backend.completions() {
             self.core.complete(CoreEvent::Io(done));
-            busy = true;
+            had_events = true;
         }
         while let Some(event) = shared.events.pop() {
             self.core.complete(event);
-            busy = true;
+            had_events = true;
         }
         for command in std::iter::from_fn(|| shared.commands.pop()).take(BATCH) {
             self.core.handle(command);
-            busy = true;
+            had_events = true;
         }
-        if busy {
+        if had_events || self.core.has_spare_time() {
             self.core.advance();
         }
         shared.starved.store(self.core.is_starved(), Ordering::SeqCst);
         self.tell_failure();
         shared.awaits_checkpoint.store(self.core.awaits_checkpoint(), Ordering::Relaxed);
         self.hand_out()?;
-        Ok(busy)
+        Ok(had_events)
     }
 
     fn hand_out(&mut self) -> io::Result<()> {

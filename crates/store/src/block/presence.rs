@@ -17,18 +17,36 @@ use super::records::key;
 
 /// Number of keys that one read of a scan returns.
 const PIECE: usize = 1024;
-/// Number of keys that one step of a scan adds. The target's thread needs about 1 to 2 µs for each key,
-/// in which no call can run.
-const STEP: usize = 64;
-/// Number of keys that one step adds while calls are in progress. There is one step per turn of the
-/// driver, and calls need several turns each.
-const STEP_BESIDE_CALLS: usize = 8;
 /// Minimum and maximum number of keys for which a filter is sized. The largest filter takes 40 MB.
 const CAPACITY: std::ops::RangeInclusive<u64> = 1 << 16..=1 << 25;
 /// Estimate of the minimum number of index bytes per object, for the size of the first filter.
 const INDEX_BYTES_PER_OBJECT: u64 = 256;
 /// Share of false positives when the filter has as many keys as it was sized for.
 const FALSE_POSITIVES: f64 = 0.01;
+
+/// How fast a scan proceeds. The target's thread needs about 1 to 2 µs for each key, in which no call
+/// can run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum ScanPace {
+    /// No call is in progress. One step follows the other.
+    Idle,
+    /// A few calls wait for reads of the index. The steps are shorter.
+    Light,
+    /// Many calls, or calls that use the drive, are in progress. There is one short step per turn of
+    /// the driver, and calls need several turns each.
+    Busy,
+}
+
+impl ScanPace {
+    /// Returns the number of keys that one step adds.
+    fn step(self) -> usize {
+        match self {
+            ScanPace::Idle => 64,
+            ScanPace::Light => 16,
+            ScanPace::Busy => 8,
+        }
+    }
+}
 
 /// Tells which objects the index may contain.
 pub(crate) struct Presence {
@@ -136,13 +154,11 @@ impl Presence {
         self.scan.as_ref().is_some_and(|scan| scan.found.is_some())
     }
 
-    /// Adds the next keys that the scan has found; `None` if there are none now. If calls are in
-    /// progress, `is_idle` is `false`, and the step is short.
-    pub(crate) fn step(&mut self, is_idle: bool) -> Option<ScanStep> {
+    /// Adds the next keys that the scan has found; `None` if there are none now.
+    pub(crate) fn step(&mut self, pace: ScanPace) -> Option<ScanStep> {
         let scan = self.scan.as_mut()?;
         let found = scan.found.as_mut()?;
-        let limit = if is_idle { STEP } else { STEP_BESIDE_CALLS };
-        let entries: Vec<_> = found.entries.by_ref().take(limit).collect();
+        let entries: Vec<_> = found.entries.by_ref().take(pace.step()).collect();
         entries.iter().for_each(|(key, _)| scan.filter.insert(key));
         let mut step = ScanStep { entries, generation: found.generation, next: None };
         if found.entries.len() == 0 {
@@ -172,7 +188,7 @@ impl Presence {
     #[cfg(test)]
     pub(crate) fn scan_all(&mut self, found: EntryBatch) -> Option<Need> {
         self.scanned(found, 0);
-        std::iter::from_fn(|| self.step(true)).last()?.next
+        std::iter::from_fn(|| self.step(ScanPace::Idle)).last()?.next
     }
 
     /// Discards the filter of a scan that has failed.
@@ -203,11 +219,11 @@ mod tests {
         let mut presence = Presence::new(0);
         assert!(presence.may_have(&onode(1)));
         presence.scanned(piece(0..100, Some(100)), 0);
-        for (is_idle, keys) in [(false, 8), (true, 64)] {
-            let step = presence.step(is_idle).unwrap();
+        for (pace, keys) in [(ScanPace::Busy, 8), (ScanPace::Light, 16), (ScanPace::Idle, 64)] {
+            let step = presence.step(pace).unwrap();
             assert_eq!((step.entries.len(), step.next), (keys, None));
         }
-        let next = presence.step(true).unwrap().next;
+        let next = presence.step(ScanPace::Idle).unwrap().next;
         assert!(!presence.has_step(), "the next read is in progress");
         assert!(matches!(next, Some(Need::Range { from, .. }) if from == onode(100)));
         presence.insert(&onode(1000));

@@ -34,7 +34,6 @@ pub(crate) struct CallQueues {
 
 impl CallQueues {
     /// Number of calls that wait.
-    #[cfg(test)]
     pub(crate) fn len(&self) -> usize {
         self.pending.len()
     }

@@ -14,7 +14,7 @@ use bytes::Bytes;
 use super::cache::ValueCache;
 use super::index::{Changes, EntryBatch};
 use super::need::Need;
-use super::presence::{Presence, is_onode};
+use super::presence::{Presence, ScanPace, is_onode};
 use super::records::key;
 
 /// Data that was loaded from the drive for one call.
@@ -283,10 +283,10 @@ impl IndexView {
 
     /// Does one step of the scan of existing objects. If no checkpoint has ended since the step's
     /// entries were read, caches their values, as long as the cache has room for them without
-    /// dropping other values. `generation` is the current generation of the index, and `is_idle` says
-    /// whether no call is in progress. Returns the next read, if one is due.
-    pub(crate) fn scan_step(&mut self, generation: u64, is_idle: bool) -> Option<Need> {
-        let step = self.presence.step(is_idle)?;
+    /// dropping other values. `generation` is the current generation of the index. Returns the next
+    /// read, if one is due.
+    pub(crate) fn scan_step(&mut self, generation: u64, pace: ScanPace) -> Option<Need> {
+        let step = self.presence.step(pace)?;
         if step.generation == generation {
             for (key, value) in step.entries {
                 if !self.cache.get_mut().has_room() {
@@ -512,7 +512,7 @@ mod tests {
             let mut view = IndexView::new(1 << 20, 1 << 20, Presence::new(0));
             let entries = vec![(key.clone(), Bytes::from_static(b"v"))];
             view.presence.scanned(EntryBatch { entries, resume: None }, 5);
-            assert_eq!(view.scan_step(current, true), None);
+            assert_eq!(view.scan_step(current, ScanPace::Idle), None);
             assert_eq!(view.get(&Loaded::default(), &key), expected);
             assert!(!view.presence.may_have(b"x"), "the filter is complete");
         }
