@@ -2,8 +2,9 @@
 
 use std::hash::BuildHasher;
 
-use base::collections::{HashMap, RandomKeys};
+use base::collections::RandomKeys;
 use bytes::Bytes;
+use hashbrown::HashTable;
 
 /// Number of parts of the cache. Growing or dropping a map takes time in proportion to its size.
 /// With many parts, a call never waits for the work on a large map.
@@ -26,14 +27,25 @@ pub(super) struct ValueCache {
 /// A part of the cache. When its young generation is full, it replaces the old generation.
 #[derive(Debug, Default)]
 struct CachePart {
-    young: HashMap<Bytes, Option<Bytes>>,
-    old: HashMap<Bytes, Option<Bytes>>,
+    young: HashTable<CacheEntry>,
+    old: HashTable<CacheEntry>,
     young_bytes: usize,
     old_bytes: usize,
 }
 
-fn entry_bytes(key: &Bytes, value: &Option<Bytes>) -> usize {
-    key.len() + value.as_ref().map_or(0, Bytes::len) + ENTRY_BYTES
+/// An entry of the cache, with the hash of its key, so that the key is hashed only once.
+#[derive(Debug)]
+struct CacheEntry {
+    hash: u64,
+    key: Bytes,
+    value: Option<Bytes>,
+}
+
+impl CacheEntry {
+    /// Returns the estimated memory of the entry.
+    fn bytes(&self) -> usize {
+        self.key.len() + self.value.as_ref().map_or(0, Bytes::len) + ENTRY_BYTES
+    }
 }
 
 impl ValueCache {
@@ -43,46 +55,45 @@ impl ValueCache {
         ValueCache { parts, hasher: RandomKeys::default(), generation_bytes: limit / 2 / PARTS, bytes: 0 }
     }
 
-    fn part(&self, key: &Bytes) -> usize {
-        self.hasher.hash_one(key) as usize % PARTS
+    /// Returns the hash of a key, and the number of its part.
+    fn place(&self, key: &Bytes) -> (u64, usize) {
+        let hash = self.hasher.hash_one(key);
+        // The tables of a part use the lowest and the highest bits.
+        (hash, (hash >> 32) as usize % PARTS)
     }
 
     /// Returns the value of `key` if it is cached.
     pub(super) fn get(&mut self, key: &Bytes) -> Option<Option<Bytes>> {
-        let number = self.part(key);
+        let (hash, number) = self.place(key);
         let part = &mut self.parts[number];
-        if let Some(value) = part.young.get(key) {
-            return Some(value.clone());
+        if let Some(entry) = part.young.find(hash, |entry| entry.key == key) {
+            return Some(entry.value.clone());
         }
-        let (key, value) = part.old.remove_entry(key)?;
-        part.old_bytes -= entry_bytes(&key, &value);
-        self.bytes -= part.insert(key, value.clone(), self.generation_bytes);
+        let entry = take(&mut part.old, hash, key)?;
+        let value = entry.value.clone();
+        part.old_bytes -= entry.bytes();
+        self.bytes -= part.insert(entry, self.generation_bytes);
         Some(value)
     }
 
     /// Caches the value of `key`. Returns the value that was cached before.
     pub(super) fn insert(&mut self, key: Bytes, value: Option<Bytes>) -> Option<Option<Bytes>> {
-        let number = self.part(&key);
+        let (hash, number) = self.place(&key);
         let part = &mut self.parts[number];
-        self.bytes += entry_bytes(&key, &value);
-        if let Some(before) = part.young.get_mut(&key) {
-            let bytes = entry_bytes(&key, before);
-            part.young_bytes = part.young_bytes + entry_bytes(&key, &value) - bytes;
-            self.bytes -= bytes;
-            return Some(std::mem::replace(before, value));
-        }
-        let (bytes, before) = part.remove(&key);
-        self.bytes -= bytes;
-        self.bytes -= part.insert(key, value, self.generation_bytes);
-        before
+        let before = part.remove(hash, &key);
+        let entry = CacheEntry { hash, key, value };
+        self.bytes += entry.bytes();
+        self.bytes -= before.as_ref().map_or(0, CacheEntry::bytes);
+        self.bytes -= part.insert(entry, self.generation_bytes);
+        before.map(|entry| entry.value)
     }
 
     /// Removes the value of `key`. Returns the value that was cached.
     pub(super) fn remove(&mut self, key: &Bytes) -> Option<Option<Bytes>> {
-        let number = self.part(key);
-        let (bytes, before) = self.parts[number].remove(key);
-        self.bytes -= bytes;
-        before
+        let (hash, number) = self.place(key);
+        let before = self.parts[number].remove(hash, key)?;
+        self.bytes -= before.bytes();
+        Some(before.value)
     }
 
     /// Whether less than half of the limit is in use, so that new entries replace no others.
@@ -97,32 +108,35 @@ impl ValueCache {
 }
 
 impl CachePart {
-    /// Removes a key. Returns the size of its entry, or 0 if the part does not have the key, and its
-    /// value.
-    fn remove(&mut self, key: &Bytes) -> (usize, Option<Option<Bytes>>) {
-        if let Some((key, value)) = self.young.remove_entry(key) {
-            let bytes = entry_bytes(&key, &value);
-            self.young_bytes -= bytes;
-            (bytes, Some(value))
-        } else if let Some((key, value)) = self.old.remove_entry(key) {
-            let bytes = entry_bytes(&key, &value);
-            self.old_bytes -= bytes;
-            (bytes, Some(value))
+    /// Removes the entry of a key.
+    fn remove(&mut self, hash: u64, key: &Bytes) -> Option<CacheEntry> {
+        let entry = if let Some(entry) = take(&mut self.young, hash, key) {
+            self.young_bytes -= entry.bytes();
+            entry
         } else {
-            (0, None)
-        }
+            let entry = take(&mut self.old, hash, key)?;
+            self.old_bytes -= entry.bytes();
+            entry
+        };
+        Some(entry)
     }
 
-    /// Inserts a key that the part does not have. Returns the size of the entries that were dropped.
-    fn insert(&mut self, key: Bytes, value: Option<Bytes>, limit: usize) -> usize {
-        self.young_bytes += entry_bytes(&key, &value);
-        self.young.insert(key, value);
+    /// Inserts an entry whose key the part does not have. Returns the size of the entries that were
+    /// dropped.
+    fn insert(&mut self, entry: CacheEntry, limit: usize) -> usize {
+        self.young_bytes += entry.bytes();
+        self.young.insert_unique(entry.hash, entry, |entry| entry.hash);
         if self.young_bytes <= limit {
             return 0;
         }
         self.old = std::mem::take(&mut self.young);
         std::mem::replace(&mut self.old_bytes, std::mem::take(&mut self.young_bytes))
     }
+}
+
+/// Removes the entry of a key from a table.
+fn take(table: &mut HashTable<CacheEntry>, hash: u64, key: &Bytes) -> Option<CacheEntry> {
+    Some(table.find_entry(hash, |entry| entry.key == key).ok()?.remove().0)
 }
 
 #[cfg(test)]
@@ -144,8 +158,8 @@ mod tests {
         }
         assert!(cache.bytes() <= limit && cache.bytes() > limit / 4, "{}", cache.bytes());
         assert_eq!((cache.get(&key(1)), cache.has_room()), (None, false));
-        let counted: usize = (cache.parts.iter().flat_map(|s| s.young.iter().chain(&s.old)))
-            .map(|(key, value)| entry_bytes(key, value))
+        let counted: usize = (cache.parts.iter().flat_map(|part| part.young.iter().chain(&part.old)))
+            .map(CacheEntry::bytes)
             .sum();
         assert_eq!(counted, cache.bytes());
     }

@@ -420,7 +420,7 @@ impl Core {
                 for (need, answer) in needs.into_iter().zip(answers) {
                     match (need, answer) {
                         (Need::Key(key), NeedAnswer::Key(value)) => {
-                            self.view.remember(&key, &value);
+                            self.view.remember(key.clone(), value.clone());
                             pending.loaded.insert_key(key, value);
                         }
                         (Need::Range { from, to, .. }, NeedAnswer::Range(found)) => {

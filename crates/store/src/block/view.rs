@@ -275,9 +275,9 @@ impl IndexView {
     }
 
     /// Caches the value that the drive has for `key`, unless a layer in memory has a newer value.
-    pub(crate) fn remember(&self, key: &Bytes, value: &Option<Bytes>) {
-        if !self.layers().any(|layer| layer.contains_key(key)) {
-            self.cache.borrow_mut().insert(key.clone(), value.clone());
+    pub(crate) fn remember(&self, key: Bytes, value: Option<Bytes>) {
+        if !self.layers().any(|layer| layer.contains_key(&key)) {
+            self.cache.borrow_mut().insert(key, value);
         }
     }
 
@@ -292,7 +292,7 @@ impl IndexView {
                 if !self.cache.get_mut().has_room() {
                     break;
                 }
-                self.remember(&key, &Some(value));
+                self.remember(key, Some(value));
             }
         }
         step.next
