@@ -110,14 +110,12 @@ impl ValueCache {
 impl CachePart {
     /// Removes the entry of a key.
     fn remove(&mut self, hash: u64, key: &Bytes) -> Option<CacheEntry> {
-        let entry = if let Some(entry) = take(&mut self.young, hash, key) {
+        if let Some(entry) = take(&mut self.young, hash, key) {
             self.young_bytes -= entry.bytes();
-            entry
-        } else {
-            let entry = take(&mut self.old, hash, key)?;
-            self.old_bytes -= entry.bytes();
-            entry
-        };
+            return Some(entry);
+        }
+        let entry = take(&mut self.old, hash, key)?;
+        self.old_bytes -= entry.bytes();
         Some(entry)
     }
 
