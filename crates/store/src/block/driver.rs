@@ -97,7 +97,7 @@ struct DriverOn<B> {
 }
 
 /// What a turn of the driver has done, and whether more work is ready.
-enum Progress {
+enum TurnOutcome {
     /// Events were processed, or more events are ready.
     Events,
     /// There were no events, and steps of the scan of existing objects are due.
@@ -170,17 +170,17 @@ impl<B: DriverBackend> DriverOn<B> {
             Err(error) => self.fail(&error),
             // Lets the other tasks of the thread run first, because they may add work for the next
             // round.
-            Ok(Progress::Events) => {
+            Ok(TurnOutcome::Events) => {
                 idle.counting = false;
                 cx.waker().wake_by_ref();
             }
             // Lets the runtime look for I/O first, too. The runtime rarely looks for I/O while tasks
             // are ready, and a scan of many objects takes seconds.
-            Ok(Progress::Scan) => {
+            Ok(TurnOutcome::Scan) => {
                 idle.counting = false;
                 let _ = pin!(tokio::task::yield_now()).poll(cx);
             }
-            Ok(Progress::None) => {
+            Ok(TurnOutcome::None) => {
                 self.backend.rest(cx);
                 self.rest(cx, idle);
             }
@@ -189,15 +189,15 @@ impl<B: DriverBackend> DriverOn<B> {
     }
 
     /// Processes new events, and does a step of the scan of existing objects if a step is due.
-    fn turn(&mut self) -> io::Result<Progress> {
+    fn turn(&mut self) -> io::Result<TurnOutcome> {
         let had_events = self.work()?;
         let has_completions = self.backend.start()?;
         Ok(if had_events || has_completions || self.mailbox.shared.is_ready() {
-            Progress::Events
+            TurnOutcome::Events
         } else if self.core.has_spare_time() {
-            Progress::Scan
+            TurnOutcome::Scan
         } else {
-            Progress::None
+            TurnOutcome::None
         })
     }
 
