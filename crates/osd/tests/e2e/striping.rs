@@ -108,12 +108,14 @@ async fn parts_of_a_failed_upload_are_removed() {
 #[tokio::test]
 async fn parts_of_an_abandoned_upload_are_removed_once_its_client_disconnects() {
     let node = Node::start();
-    let (client, object) = object(&node).await;
+    let client = node.client_with(Options { parts_in_flight: 1, ..options() }).await;
+    client.create_pool("pool").await.unwrap();
+    let object = client.pool("pool").unwrap().object("object").unwrap();
     object.put("before").await.unwrap();
     let hanging = Broken { left: 5 * PART as usize, fails: false };
     tokio::select! {
         outcome = object.put_reader(hanging, PutOptions::default()) => panic!("the stream hangs: {outcome:?}"),
-        // The fifth part is sent only when the stream goes on.
+        // One part is sent at a time, the fifth only when the stream goes on.
         () = node.eventually_parts(4) => {}
     }
     let other = node.client().await;
