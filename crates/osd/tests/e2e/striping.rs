@@ -20,7 +20,11 @@ fn options() -> Options {
 }
 
 async fn object(node: &Node) -> (Client, Object) {
-    let client = node.client_with(options()).await;
+    object_with(node, options()).await
+}
+
+async fn object_with(node: &Node, options: Options) -> (Client, Object) {
+    let client = node.client_with(options).await;
     client.create_pool("pool").await.unwrap();
     let object = client.pool("pool").unwrap().object("object").unwrap();
     (client, object)
@@ -108,9 +112,7 @@ async fn parts_of_a_failed_upload_are_removed() {
 #[tokio::test]
 async fn parts_of_an_abandoned_upload_are_removed_once_its_client_disconnects() {
     let node = Node::start();
-    let client = node.client_with(Options { parts_in_flight: 1, ..options() }).await;
-    client.create_pool("pool").await.unwrap();
-    let object = client.pool("pool").unwrap().object("object").unwrap();
+    let (client, object) = object_with(&node, Options { parts_in_flight: 1, ..options() }).await;
     object.put("before").await.unwrap();
     let hanging = Broken { left: 5 * PART as usize, fails: false };
     tokio::select! {

@@ -248,13 +248,12 @@ impl Core {
 
     /// Returns how fast the scan of existing objects may proceed.
     pub(crate) fn scan_pace(&self) -> ScanPace {
-        let is_drive_idle = self.requests.is_empty() && self.reads.is_empty();
-        if self.is_idle() {
-            ScanPace::Idle
-        } else if is_drive_idle && !self.stages.has_waiting() && self.calls.len() <= FEW_CALLS {
-            ScanPace::Light
-        } else {
-            ScanPace::Busy
+        let calls_use_drive = !self.requests.is_empty() || !self.reads.is_empty();
+        match self.calls.len() {
+            _ if calls_use_drive || self.stages.has_waiting() => ScanPace::Busy,
+            0 => ScanPace::Idle,
+            1..=FEW_CALLS => ScanPace::Light,
+            _ => ScanPace::Busy,
         }
     }
 
