@@ -69,5 +69,6 @@ pub(crate) fn is_refusal(e: &StoreError) -> bool {
             | E::TooLarge { .. }
             | E::BadPayload(_)
             | E::NoSuchStage(_)
+            | E::GuardFailed(_)
     )
 }

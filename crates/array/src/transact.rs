@@ -179,6 +179,7 @@ impl Group {
         let mut intent = Intent { objects: Vec::new() };
         let mut kept = Vec::new();
         for one in work.iter().filter(|one| one.guard.is_none() || one.live[position].is_some()) {
+            ops.extend(one.guards().iter().cloned());
             if !one.exists && one.was.is_none() {
                 continue;
             }

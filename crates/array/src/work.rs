@@ -25,6 +25,8 @@ pub(crate) struct ObjectEdit {
     /// True if the old object is renamed to the undo object.
     pub(crate) moved: bool,
     pub(crate) overlay: Overlay,
+    /// Guards, which the members check before they change the object.
+    guards: Vec<Op>,
     /// Ops on xattrs and omap.
     pub(crate) meta: Vec<Op>,
     pub(crate) xattrs: bool,
@@ -51,6 +53,7 @@ impl ObjectEdit {
             exclusive: false,
             moved: false,
             overlay: Overlay::new(was.unwrap_or(0)),
+            guards: Vec::new(),
             meta: Vec::new(),
             xattrs: false,
             omap_keys: Vec::new(),
@@ -63,6 +66,7 @@ impl ObjectEdit {
     /// Adds an op to the changes of the object.
     pub(crate) fn apply(&mut self, group: &Group, interval: &Interval, op: &Op) -> store::Result<()> {
         match op {
+            Op::GuardXattr { .. } | Op::GuardOmap { .. } => return self.guard(op),
             Op::CreateExclusive { .. } if self.exists => {
                 return Err(StoreError::Exists(self.oid.to_string()));
             }
@@ -82,6 +86,25 @@ impl ObjectEdit {
         }
         self.exists = true;
         Ok(())
+    }
+
+    /// Adds a guard. The members check all guards first, so a guard must not follow another op on the
+    /// object.
+    fn guard(&mut self, op: &Op) -> store::Result<()> {
+        let is_first = self.meta.is_empty()
+            && self.overlay.is_unchanged()
+            && !self.moved
+            && self.exists == self.was.is_some();
+        if !is_first {
+            return Err(impossible(op));
+        }
+        self.guards.push(op.clone());
+        Ok(())
+    }
+
+    /// The guards that each member checks before it changes the object.
+    pub(crate) fn guards(&self) -> &[Op] {
+        &self.guards
     }
 
     fn apply_to_metadata(&mut self, op: &Op) -> store::Result<()> {
@@ -159,7 +182,9 @@ pub(crate) fn object_of(op: &Op) -> Option<&ObjectId> {
         | Op::OmapSet { oid, .. }
         | Op::OmapRemove { oid, .. }
         | Op::OmapRemoveRange { oid, .. }
-        | Op::OmapClear { oid } => Some(oid),
+        | Op::OmapClear { oid }
+        | Op::GuardXattr { oid, .. }
+        | Op::GuardOmap { oid, .. } => Some(oid),
         _ => None,
     }
 }

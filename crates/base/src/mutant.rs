@@ -41,11 +41,17 @@ pub enum Mutant {
     /// An array takes the newest record of the available members for the last one, without the
     /// witness.
     IgnoreWitness,
+    /// The osd answers that a condition does not hold before the change that it has seen is durable.
+    AnswerBeforeDurable,
+    /// A read does not wait for a pending change that overlaps its range.
+    ReadOvertakesWrite,
+    /// The store executes a change although a change from which it was computed has failed.
+    CommitDependentChange,
 }
 
 impl Mutant {
     /// All planted bugs.
-    pub const ALL: [Mutant; 15] = [
+    pub const ALL: [Mutant; 18] = [
         Mutant::AcknowledgeBeforeFlush,
         Mutant::DropRequestRecord,
         Mutant::SkipUndo,
@@ -61,6 +67,9 @@ impl Mutant {
         Mutant::RecoverFromUnverified,
         Mutant::TrustReturnedTarget,
         Mutant::IgnoreWitness,
+        Mutant::AnswerBeforeDurable,
+        Mutant::ReadOvertakesWrite,
+        Mutant::CommitDependentChange,
     ];
 
     /// The bug's name for command lines.
@@ -82,6 +91,9 @@ impl Mutant {
             Mutant::RecoverFromUnverified => "recover-from-unverified",
             Mutant::TrustReturnedTarget => "trust-returned-target",
             Mutant::IgnoreWitness => "ignore-witness",
+            Mutant::AnswerBeforeDurable => "answer-before-durable",
+            Mutant::ReadOvertakesWrite => "read-overtakes-write",
+            Mutant::CommitDependentChange => "commit-dependent-change",
         }
     }
 }

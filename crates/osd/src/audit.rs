@@ -101,7 +101,8 @@ impl Osd {
         {
             return Ok(found);
         }
-        let resized = in_turn(place, self.config.store_patience, async |_| resize(place, repair).await).await;
+        let resized =
+            in_turn(place, self.config.store_patience, async |_, _| resize(place, repair).await).await;
         match resized {
             Ok(AuditOutcome::Right) => {}
             Ok(AuditOutcome::Wrong(sizes)) => {
@@ -117,7 +118,7 @@ impl Osd {
                 found.damaged = 1;
                 tracing::warn!(oid = %place.oid, error = %e, "a scrub cannot read an object's sizes");
             }
-            Err(lost @ Fail::Lost(_)) => return Err(refusal(lost)),
+            Err(fail) => return Err(refusal(fail)),
         }
         Ok(found)
     }

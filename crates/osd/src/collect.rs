@@ -8,7 +8,7 @@ use std::time::Duration;
 use store::{StoreCalls, StoreError};
 use wire::{Manifest, PartId, UploadId};
 
-use crate::fail::{Fail, StepResult};
+use crate::fail::{Fail, StepResult, refusal};
 use crate::ids::{self, StoredName};
 use crate::list::{after, objects};
 use crate::object::{COMMITTED_XATTR, INFO_XATTR, ObjectInfo};
@@ -141,7 +141,7 @@ impl Osd {
 
     /// Returns the uploads to which the durable state of a head object refers.
     async fn head_of(&self, place: &ObjectLocation) -> StepResult<Head> {
-        in_turn(place, self.config.store_patience, async |_| {
+        in_turn(place, self.config.store_patience, async |_, _| {
             let xattrs = match place.pg.backing.get_xattrs(&place.pg.cid, &place.oid).await {
                 Ok(xattrs) => xattrs,
                 Err(StoreError::NoSuchObject(_)) => Vec::new(),
@@ -169,8 +169,8 @@ impl Osd {
                 Err(Fail::Lost(why)) => {
                     tracing::debug!(why, "expiring sessions failed; the collector tries again")
                 }
-                Err(Fail::Refused(e)) => {
-                    tracing::warn!(error = %e, "expiring sessions failed; the collector tries again")
+                Err(fail) => {
+                    tracing::warn!(error = %refusal(fail), "expiring sessions failed; the collector tries again")
                 }
             }
             tokio::time::sleep(PAUSE).await;

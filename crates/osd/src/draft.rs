@@ -87,14 +87,6 @@ impl Drafted {
     }
 }
 
-/// Returns whether the ops form a blind change: they only overwrite whole blocks inside the object.
-pub(crate) fn is_blind(ops: &[Mutation], data: &Gathered, info: &ObjectInfo) -> bool {
-    let [Mutation::Write { offset, source }] = ops else { return false };
-    let len = length(source, data);
-    let aligned = offset.is_multiple_of(BLOCK) && len.is_multiple_of(BLOCK);
-    aligned && info.manifest.is_none() && offset.checked_add(len).is_some_and(|end| end <= info.size)
-}
-
 /// Returns the size of an object's data in the store after `ops`, in bytes. `before` is the size
 /// before `ops`.
 fn size_after(before: u64, ops: &[Op]) -> u64 {
@@ -503,4 +495,10 @@ pub(crate) fn set_info(oid: &ObjectId, info: &ObjectInfo) -> Op {
         xattrs.push((COMMITTED_XATTR, Bytes::copy_from_slice(&manifest.upload.to_bytes())));
     }
     Op::SetXattrs { oid: oid.clone(), xattrs }
+}
+
+/// Returns the op that refuses a transaction unless the object has this record; `None` if the object must
+/// not exist.
+pub(crate) fn guard_info(oid: &ObjectId, info: Option<&ObjectInfo>) -> Op {
+    Op::GuardXattr { oid: oid.clone(), name: INFO_XATTR, value: info.map(ObjectInfo::encode) }
 }

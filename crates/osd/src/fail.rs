@@ -14,6 +14,9 @@ pub(crate) enum Fail {
     Lost(String),
     /// The request is refused with this error.
     Refused(wire::Error),
+    /// What the step saw depended on a pending change of the object that has failed. The caller repeats
+    /// the step at once.
+    Withdrawn,
 }
 
 impl From<wire::Error> for Fail {
@@ -36,6 +39,8 @@ impl From<StoreError> for Fail {
             // The redo log may contain the change. The replay at the next mount decides whether the
             // change takes effect.
             e @ StoreError::Poisoned(_) => return Fail::Lost(e.to_string()),
+            // The change was computed from changes that have failed.
+            StoreError::GuardFailed(_) => return Fail::Withdrawn,
             // A new incarnation of the store discards all staged data.
             StoreError::NoSuchStage(id) => return Fail::Lost(format!("staged data {id} no longer exists")),
             StoreError::NoSpace { target, area, needed, free } => {
@@ -81,5 +86,6 @@ pub(crate) fn refusal(fail: Fail) -> wire::Error {
     match fail {
         Fail::Refused(e) => e,
         Fail::Lost(why) => unavailable(why),
+        Fail::Withdrawn => unavailable("another change of the object has failed".into()),
     }
 }

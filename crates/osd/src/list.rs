@@ -12,7 +12,7 @@ use store::{ObjectId, StoreCalls, StoreError};
 use wire::limits::MAX_PAGE;
 use wire::{Error, List, Listed, ObjectName, ObjectReply, PoolName, SkippedGroups, placement};
 
-use crate::fail::{Fail, StepResult, refusal, unavailable};
+use crate::fail::{Fail, StepResult, refusal};
 use crate::ids::{self, IdLayout};
 use crate::list_filter::{IdVerdict, ListFilter};
 use crate::osd::Osd;
@@ -65,8 +65,7 @@ pub(crate) async fn list(osd: &Osd, request: &RequestContext, list: &List) -> wi
                     page.skip(why);
                     continue;
                 }
-                Err(Fail::Refused(e)) => return Err(e),
-                Err(Fail::Lost(why)) => return Err(unavailable(why)),
+                Err(fail) => return Err(refusal(fail)),
             };
             let stop = scan.stop.clone();
             page.add(scan);

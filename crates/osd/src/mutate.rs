@@ -3,18 +3,20 @@
 use std::time::Duration;
 
 use base::block::BLOCK;
-use store::{StoreCalls, StoreError, Transaction};
+use store::{StoreError, Transaction};
 use tokio::time::Instant;
 use wire::{Condition, Error, Mutated, Mutation};
 
-use crate::draft::{self, Draft};
+use crate::chain::Footprint;
+use crate::conditions;
+use crate::draft::{self, Draft, Drafted};
 use crate::fail::{Fail, StepResult, unavailable};
 use crate::gather::Gathered;
-use crate::object::{ObjectInfo, ObjectState, user_xattr};
+use crate::object::{ObjectInfo, ObjectState};
 use crate::osd::Osd;
-use crate::pg::{MetaNote, Origin};
+use crate::pg::Origin;
 use crate::pool::ObjectLocation;
-use crate::turnstile::{PendingTransaction, Ticket, Turn};
+use crate::turnstile::{PendingChange, Ticket, Turn};
 
 /// First pause before another attempt after the store became unreachable. The pause doubles up to
 /// half a second.
@@ -41,6 +43,8 @@ struct ChangeProgress<'a> {
     object: &'a ObjectState,
     /// Whether an earlier attempt, in this or an earlier run of the osd, may have taken effect.
     unsure: bool,
+    /// Whether the next attempt makes no assumption about the object that only the store checks.
+    careful: bool,
     data: Option<Gathered>,
     ticket: Option<Ticket<'a>>,
 }
@@ -48,7 +52,7 @@ struct ChangeProgress<'a> {
 /// Object state from which a change's transaction is computed.
 #[derive(Clone, Copy)]
 enum Basis {
-    /// The current state of the object; `None` if it does not exist.
+    /// The latest state of the object; `None` if it does not exist.
     Known(Option<ObjectInfo>),
     /// A new object. The transaction fails if the object exists.
     New,
@@ -56,17 +60,22 @@ enum Basis {
     Unknown,
 }
 
-/// A change whose transaction was queued.
-struct QueuedChange {
-    note: MetaNote,
-    /// The object after the change; `None` if the change removes it.
-    new: Option<ObjectInfo>,
-    mutated: Mutated,
-    dropped: Option<wire::Manifest>,
+impl Basis {
+    fn info(self) -> Option<ObjectInfo> {
+        match self {
+            Basis::Known(info) => info,
+            Basis::New | Basis::Unknown => None,
+        }
+    }
 }
 
-/// A change whose transaction is durable or has failed.
-type Concluded<'a> = (QueuedChange, PendingTransaction<'a>, store::Result<()>);
+/// A change whose transaction was computed.
+struct EvaluatedChange {
+    basis: Basis,
+    /// Whether the store checks some of the conditions.
+    has_guarded_conditions: bool,
+    drafted: Drafted,
+}
 
 /// Effect of a change.
 pub(crate) struct ChangeEffect {
@@ -86,7 +95,8 @@ impl Change<'_> {
     ) -> wire::Result<ChangeEffect> {
         let mut running = self.osd.space.enter();
         let object = self.place.pg.object(&self.place.oid);
-        let mut progress = ChangeProgress { object: &object, unsure, data: None, ticket: None };
+        let mut progress =
+            ChangeProgress { object: &object, unsure, careful: false, data: None, ticket: None };
         let began = Instant::now();
         let until = began + self.patience;
         let mut pause = PAUSE;
@@ -117,6 +127,9 @@ impl Change<'_> {
                     running = self.osd.space.enter();
                 }
                 Err(Fail::Refused(e)) => return Err(e),
+                Err(Fail::Withdrawn) => {
+                    metrics::counter!("outboard_osd_changes_withdrawn_total").increment(1);
+                }
                 Err(Fail::Lost(why)) if Instant::now() >= until => return Err(unavailable(why)),
                 Err(Fail::Lost(why)) if self.place.pg.has_lost_target() => {
                     return Err(if progress.unsure {
@@ -142,15 +155,8 @@ impl Change<'_> {
         gather: &impl AsyncFn() -> StepResult<Gathered>,
     ) -> StepResult<ChangeEffect> {
         let pg = &self.place.pg;
-        let incarnation = pg.load().await?;
-        if let (true, Some(origin)) = (progress.unsure, &self.origin) {
-            let earlier = pg.result(origin).await?;
-            pg.backing.still(incarnation)?;
-            if let Some(mutated) = earlier {
-                metrics::counter!("outboard_osd_duplicates_total").increment(1);
-                return Ok(ChangeEffect { mutated, dropped: None });
-            }
-            progress.unsure = false;
+        if let Some(mutated) = self.earlier_result(progress).await? {
+            return Ok(ChangeEffect { mutated, dropped: None });
         }
         let data = match progress.data.take() {
             Some(data) => data,
@@ -158,63 +164,182 @@ impl Change<'_> {
         };
         let data = &*progress.data.insert(data);
         let ticket = &*progress.ticket.get_or_insert_with(|| progress.object.turnstile.ticket());
-        let mut turn = ticket.enter(|| pg.backing.incarnation()).await;
-        let incarnation = pg.load().await?;
-        let unseen = progress.object.known(incarnation).is_none();
-        if unseen && self.replaces_object() {
-            turn.settled().await;
-            pg.backing.still(incarnation)?;
-            return self.queue_and_leave(Basis::Unknown, false, turn, progress, incarnation).await;
+        let (turn, incarnation) = pg.enter(ticket, async || pg.load().await).await?;
+        let epoch = turn.epoch();
+        let evaluated = self.evaluate(&turn, progress.object, data, progress.careful, incarnation).await;
+        if turn.epoch() != epoch {
+            // A pending change has failed that the evaluation may have seen.
+            ticket.keep_place();
+            return Err(Fail::Withdrawn);
         }
-        if unseen && self.makes_object() && pg.expects_new.guess() {
-            match self.make_unseen(turn, progress.object, data, incarnation).await? {
-                Ok(concluded) => return self.conclude(concluded, progress, incarnation),
-                Err(back) => turn = back,
+        match evaluated {
+            Ok(evaluated) => self.commit(evaluated, turn, progress, incarnation).await,
+            Err(Fail::Refused(e)) => {
+                let seen = turn.observe();
+                drop(turn);
+                progress.ticket = None;
+                if !base::mutant!(AnswerBeforeDurable) {
+                    seen.durable().await?;
+                }
+                Err(Fail::Refused(e))
+            }
+            Err(fail) => Err(fail),
+        }
+    }
+
+    /// Returns the recorded result of an earlier attempt, if one may have taken effect and has.
+    async fn earlier_result(&self, progress: &mut ChangeProgress<'_>) -> StepResult<Option<Mutated>> {
+        let pg = &self.place.pg;
+        let incarnation = pg.load().await?;
+        let (true, Some(origin)) = (progress.unsure, &self.origin) else { return Ok(None) };
+        let earlier = pg.result(origin).await?;
+        pg.backing.still(incarnation)?;
+        if earlier.is_some() {
+            metrics::counter!("outboard_osd_duplicates_total").increment(1);
+        }
+        progress.unsure = false;
+        Ok(earlier)
+    }
+
+    /// Computes the change's transaction from the object's latest state. First makes assumptions that
+    /// save lookups and that the store checks: the object is new, or the conditions hold. If an op or a
+    /// condition fails under these assumptions, computes the transaction again without them.
+    async fn evaluate(
+        &self,
+        turn: &Turn<'_>,
+        object: &ObjectState,
+        data: &Gathered,
+        careful: bool,
+        incarnation: u64,
+    ) -> StepResult<EvaluatedChange> {
+        let unseen = turn.latest(incarnation).is_none();
+        let guards_conditions = !careful && self.has_guards() && object.expects_success.guess();
+        let basis = if unseen && self.replaces_object() {
+            Basis::Unknown
+        } else if unseen && !careful && self.makes_object() && self.place.pg.expects_new.guess() {
+            Basis::New
+        } else {
+            Basis::Known(self.look(turn, incarnation).await?)
+        };
+        if guards_conditions || matches!(basis, Basis::New) {
+            match self.draft(turn, basis, guards_conditions, data, incarnation).await {
+                Err(Fail::Refused(_)) => {}
+                drafted => return drafted,
             }
         }
-        // The cached state assumes that all pending transactions succeed. If all of them are blind,
-        // this state is right even if some of them fail.
-        let certain = turn.follows_blind_ones();
-        let mut info = self.look(progress.object, incarnation).await?;
-        let blind = certain
-            && self.conditions.is_empty()
-            && info.is_some_and(|i| draft::is_blind(self.ops, data, &i));
-        if !blind {
-            turn.settled().await;
-            pg.backing.still(incarnation)?;
-            info = pg.info(&self.place.oid, progress.object, incarnation).await?;
+        let basis = match basis {
+            Basis::New => Basis::Known(self.look(turn, incarnation).await?),
+            basis => basis,
+        };
+        let drafted = self.draft(turn, basis, false, data, incarnation).await;
+        if self.has_guards() {
+            let is_violation = matches!(drafted, Err(Fail::Refused(Error::ConditionFailed { .. })));
+            object.expects_success.learn(!is_violation);
         }
-        self.queue_and_leave(Basis::Known(info), blind, turn, progress, incarnation).await
+        drafted
     }
 
     /// Queues the change and ends its turn, so that other changes can run while this change becomes
-    /// durable.
-    async fn queue_and_leave<'a>(
+    /// durable. Waits for the outcome.
+    async fn commit<'a>(
         &self,
-        basis: Basis,
-        blind: bool,
+        evaluated: EvaluatedChange,
         turn: Turn<'a>,
         progress: &mut ChangeProgress<'a>,
         incarnation: u64,
     ) -> StepResult<ChangeEffect> {
-        let data = progress.data.as_ref().unwrap_or(&Gathered::None);
-        let (queued, committed) = self.queue(basis, data, incarnation).await?;
-        progress.object.learn(incarnation, queued.new);
-        let pending = turn.pend(incarnation, blind);
-        let outcome = committed.await;
-        self.conclude((queued, pending, outcome), progress, incarnation)
+        let (pg, oid) = (&self.place.pg, &self.place.oid);
+        let EvaluatedChange { basis, has_guarded_conditions, drafted } = evaluated;
+        let before = basis.info();
+        let version = pg.next_version(before.map_or(0, |i| i.version));
+        let new = drafted.object.map(|(size, manifest)| ObjectInfo {
+            version,
+            size,
+            modified_ms: pg.clock.now_ms(),
+            manifest,
+        });
+        let mut ops = drafted.ops;
+        let footprint = Footprint::of(oid, &ops, before.as_ref(), new.as_ref());
+        ops.extend(new.as_ref().map(|info| draft::set_info(oid, info)));
+        let size = new.map_or(0, |i| i.user_size());
+        let mutated = Mutated { version, size, appended_at: drafted.appended_at };
+        let note = pg.record(&mut ops, self.origin.as_ref(), &mutated);
+        let uses_reserve = self.gives_back(before.as_ref());
+        let kept = new.and_then(|i| i.manifest).map(|m| m.upload);
+        let dropped = drafted.dropped.filter(|m| Some(m.upload) != kept);
+        let queued = pg.backing.queue(Transaction { collection: pg.cid.clone(), ops, uses_reserve });
+        let (committing, pending) = (pg.committing(), turn.pend(incarnation, footprint, new));
+        let outcome = queued.await;
+        drop(committing);
+        let Err(error) = outcome else {
+            pending.committed();
+            pg.recorded(note);
+            if matches!(basis, Basis::New) {
+                pg.expects_new.learn(true);
+            }
+            if has_guarded_conditions {
+                progress.object.expects_success.learn(true);
+            }
+            return Ok(ChangeEffect { mutated, dropped });
+        };
+        pg.not_recorded(note);
+        let is_wrong_guess = matches!((basis, &error), (Basis::New, StoreError::Exists(_)));
+        if is_wrong_guess {
+            pg.expects_new.learn(false);
+        }
+        let fail = if is_wrong_guess { Fail::Withdrawn } else { Fail::from(error) };
+        progress.careful |= is_wrong_guess || (has_guarded_conditions && matches!(fail, Fail::Withdrawn));
+        self.conclude_failure(fail, pending, progress, incarnation).await
     }
 
-    /// Returns the record of the object. If the object was uncached, also records whether it was
+    /// Handles the failure of a queued change. Prepares another attempt, unless the store has refused the
+    /// change.
+    async fn conclude_failure<'a>(
+        &self,
+        fail: Fail,
+        pending: PendingChange<'a>,
+        progress: &mut ChangeProgress<'a>,
+        incarnation: u64,
+    ) -> StepResult<ChangeEffect> {
+        match &fail {
+            Fail::Refused(_) => {
+                let seen = pending.failed();
+                progress.ticket = None;
+                // The refusal may rest on earlier changes, for example on the size of the xattrs.
+                seen.durable().await?;
+            }
+            Fail::Withdrawn => pending.back_in_line(),
+            Fail::Lost(_) => {
+                self.place.pg.backing.lost(incarnation);
+                progress.unsure = true;
+                if matches!(progress.data, Some(Gathered::Staged(_))) {
+                    // The staged data was lost with the store. The ticket is dropped, because a slow
+                    // client must not block the object while it sends the data again.
+                    drop(pending);
+                    (progress.data, progress.ticket) = (None, None);
+                } else {
+                    pending.back_in_line();
+                }
+            }
+        }
+        Err(fail)
+    }
+
+    /// Returns the latest record of the object. If the object was uncached, also records whether it was
     /// new.
-    async fn look(&self, object: &ObjectState, incarnation: u64) -> StepResult<Option<ObjectInfo>> {
+    async fn look(&self, turn: &Turn<'_>, incarnation: u64) -> StepResult<Option<ObjectInfo>> {
         let pg = &self.place.pg;
-        let unseen = object.known(incarnation).is_none();
-        let info = pg.info(&self.place.oid, object, incarnation).await?;
+        let unseen = turn.latest(incarnation).is_none();
+        let info = pg.info(&self.place.oid, turn, incarnation).await?;
         if unseen && self.makes_object() {
             pg.expects_new.learn(info.is_none());
         }
         Ok(info)
+    }
+
+    /// Whether a guard can check some of the conditions.
+    fn has_guards(&self) -> bool {
+        self.conditions.iter().any(conditions::has_guard)
     }
 
     /// Returns whether the change replaces the whole content of the object in every state of it.
@@ -252,189 +377,43 @@ impl Change<'_> {
         self.ops.first().is_some_and(whole) && self.conditions.iter().all(|c| matches!(c, Condition::Absent))
     }
 
-    /// Executes the change of an uncached object as if the object were new, which saves a lookup.
-    /// The transaction fails if the object exists. The turn lasts until the outcome of the
-    /// transaction is known. Returns the turn if the object must be read after all: the object
-    /// exists, or an op is invalid for a new object.
-    async fn make_unseen<'a>(
+    /// Computes the transaction for the given basis. With `guards_conditions`, the transaction checks
+    /// the conditions that need a lookup.
+    async fn draft(
         &self,
-        turn: Turn<'a>,
-        object: &ObjectState,
-        data: &Gathered,
-        incarnation: u64,
-    ) -> StepResult<Result<Concluded<'a>, Turn<'a>>> {
-        let pg = &self.place.pg;
-        turn.settled().await;
-        pg.backing.still(incarnation)?;
-        // An op that is invalid for a new object may be valid for an existing object.
-        let Ok((queued, committed)) = self.queue(Basis::New, data, incarnation).await else {
-            return Ok(Err(turn));
-        };
-        let outcome = committed.await;
-        if let Err(StoreError::Exists(_)) = outcome {
-            pg.expects_new.learn(false);
-            pg.not_recorded(queued.note);
-            return Ok(Err(turn));
-        }
-        if outcome.is_ok() {
-            pg.expects_new.learn(true);
-            object.learn(incarnation, queued.new);
-        }
-        Ok(Ok((queued, turn.pend(incarnation, false), outcome)))
-    }
-
-    /// Computes the transaction for the given basis and queues it.
-    async fn queue(
-        &self,
+        turn: &Turn<'_>,
         basis: Basis,
+        guards_conditions: bool,
         data: &Gathered,
         incarnation: u64,
-    ) -> StepResult<(QueuedChange, impl Future<Output = store::Result<()>>)> {
-        let pg = &self.place.pg;
-        let info = match basis {
-            Basis::Known(info) => info,
-            Basis::New | Basis::Unknown => None,
+    ) -> StepResult<EvaluatedChange> {
+        let (pg, oid, info) = (&self.place.pg, &self.place.oid, basis.info());
+        let mut guards = Vec::new();
+        if turn.has_pending() && !base::mutant!(CommitDependentChange) {
+            // The pending changes may still fail. The store then refuses this change, too.
+            guards.push(draft::guard_info(oid, info.as_ref()));
+        }
+        let checked = if guards_conditions {
+            conditions::guard_conditions(self.place, self.name, self.conditions, info.as_ref()).await
+        } else {
+            let (place, name) = (self.place, self.name);
+            conditions::check_conditions(place, name, self.conditions, info.as_ref())
+                .await
+                .map(|()| Vec::new())
         };
-        let checked = self.check_conditions(info.as_ref()).await;
         pg.backing.still(incarnation)?;
-        checked?;
-        let draft = Draft::new(pg, &self.place.oid, self.name, info.as_ref());
+        guards.extend(checked?);
+        let draft = Draft::new(pg, oid, self.name, info.as_ref());
         let drafted = draft.apply(self.ops, data).await;
         // What the draft has read is valid only in the same incarnation. This includes its errors.
         pg.backing.still(incarnation)?;
         let mut drafted = drafted?;
         match basis {
             Basis::Known(_) => {}
-            Basis::New => drafted.make_exclusive(&self.place.oid),
-            Basis::Unknown => drafted.make_replacing(&self.place.oid),
+            Basis::New => drafted.make_exclusive(oid),
+            Basis::Unknown => drafted.make_replacing(oid),
         }
-
-        let version = pg.next_version(info.map_or(0, |i| i.version));
-        let new = drafted.object.map(|(size, manifest)| ObjectInfo {
-            version,
-            size,
-            modified_ms: pg.clock.now_ms(),
-            manifest,
-        });
-        drafted.ops.extend(new.as_ref().map(|info| draft::set_info(&self.place.oid, info)));
-        let size = new.map_or(0, |i| i.user_size());
-        let mutated = Mutated { version, size, appended_at: drafted.appended_at };
-        let note = pg.record(&mut drafted.ops, self.origin.as_ref(), &mutated);
-        let uses_reserve = self.gives_back(info.as_ref());
-        let transaction = Transaction { collection: pg.cid.clone(), ops: drafted.ops, uses_reserve };
-        let queued = pg.backing.queue(transaction);
-        let committing = pg.committing();
-        let committed = async move {
-            let outcome = queued.await;
-            drop(committing);
-            outcome
-        };
-        Ok((QueuedChange { note, new, mutated, dropped: drafted.dropped }, committed))
+        drafted.ops.splice(0..0, guards);
+        Ok(EvaluatedChange { basis, has_guarded_conditions: guards_conditions, drafted })
     }
-
-    /// Handles the outcome of a change's transaction. If the store was lost, prepares another
-    /// attempt.
-    fn conclude<'a>(
-        &self,
-        (queued, pending, outcome): Concluded<'a>,
-        progress: &mut ChangeProgress<'a>,
-        incarnation: u64,
-    ) -> StepResult<ChangeEffect> {
-        let pg = &self.place.pg;
-        let Err(error) = outcome else {
-            pg.recorded(queued.note);
-            let kept = queued.new.and_then(|i| i.manifest).map(|m| m.upload);
-            let dropped = queued.dropped.filter(|m| Some(m.upload) != kept);
-            return Ok(ChangeEffect { mutated: queued.mutated, dropped });
-        };
-        let fail = Fail::from(error);
-        if !(base::mutant!(KeepCacheAtFailover) && matches!(fail, Fail::Lost(_))) {
-            progress.object.forget();
-        }
-        pg.not_recorded(queued.note);
-        if matches!(fail, Fail::Lost(_)) {
-            pg.backing.lost(incarnation);
-            progress.unsure = true;
-            if matches!(progress.data, Some(Gathered::Staged(_))) {
-                // The staged data was lost with the store. The ticket is dropped, because a slow
-                // client must not block the object while it sends the data again.
-                (progress.data, progress.ticket) = (None, None);
-            } else {
-                pending.back_in_line();
-            }
-        }
-        Err(fail)
-    }
-
-    async fn check_conditions(&self, info: Option<&ObjectInfo>) -> StepResult<()> {
-        check_conditions(self.place, self.name, self.conditions, info).await
-    }
-}
-
-/// Checks conditions on an object. The caller must hold the object's turn, and no transaction on
-/// the object may be pending.
-pub(crate) async fn check_conditions(
-    place: &ObjectLocation,
-    name: &str,
-    conditions: &[Condition],
-    info: Option<&ObjectInfo>,
-) -> StepResult<()> {
-    for (index, condition) in conditions.iter().enumerate() {
-        if let Some(detail) = violation(place, name, condition, info).await? {
-            let index = u16::try_from(index).unwrap_or(u16::MAX);
-            return Err(Error::ConditionFailed { index, detail }.into());
-        }
-    }
-    Ok(())
-}
-
-/// Returns why a condition does not hold; `None` if it holds.
-async fn violation(
-    place: &ObjectLocation,
-    name: &str,
-    condition: &Condition,
-    info: Option<&ObjectInfo>,
-) -> StepResult<Option<String>> {
-    let (pg, oid) = (&place.pg, &place.oid);
-    let store = &pg.backing;
-    Ok(match condition {
-        Condition::Exists => info.is_none().then(|| "the object does not exist".into()),
-        Condition::Absent => info.map(|i| format!("the object exists with version {}", i.version)),
-        Condition::Version(wanted) => match info {
-            Some(i) if i.version == *wanted => None,
-            Some(i) => Some(format!("the object has version {} instead of {wanted}", i.version)),
-            None => Some("the object does not exist".into()),
-        },
-        Condition::Xattr(xattr, wanted) => {
-            let found = match store.get_xattr(&pg.cid, oid, user_xattr(xattr)).await {
-                Ok(value) => Some(value),
-                Err(StoreError::NoSuchXattr(_) | StoreError::NoSuchObject(_)) => None,
-                Err(e) => return Err(e.into()),
-            };
-            (found != *wanted)
-                .then(|| format!("xattr \"{}\" does not have the expected value", xattr.escape_ascii()))
-        }
-        Condition::Omap(key, wanted) => {
-            let found = match store.omap_get(&pg.cid, oid, vec![key.clone()]).await {
-                Ok(mut found) => found.pop().map(|(_, value)| value),
-                Err(StoreError::NoSuchObject(_)) => None,
-                Err(e) => return Err(e.into()),
-            };
-            (found != *wanted)
-                .then(|| format!("omap entry \"{}\" does not have the expected value", key.escape_ascii()))
-        }
-        Condition::Bytes(offset, wanted) => {
-            let Some(info) = info else { return Ok(Some("the object does not exist".into())) };
-            if info.manifest.is_some() {
-                let what = "comparing bytes".into();
-                return Err(Error::Striped { name: name.into(), what }.into());
-            }
-            let len = wanted.len() as u64;
-            let read = store.read(&pg.cid, oid, *offset, len, None).await?;
-            read.verify().map_err(|e| Error::Corrupt(format!("{name} ({e})")))?;
-            (read.slice(*offset, len) != *wanted)
-                .then(|| format!("the bytes at offset {offset} differ from the expected bytes"))
-        }
-        other => return Err(Error::BadRequest(format!("{other:?} is not supported")).into()),
-    })
 }

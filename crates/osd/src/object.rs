@@ -1,12 +1,11 @@
 //! One object as the osd sees it: the record that the store keeps, and the state that the osd
-//! caches.
-
-use std::cell::RefCell;
+//! keeps in memory.
 
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 use wire::Manifest;
 
+use crate::expectation::Expectation;
 use crate::turnstile::Turnstile;
 
 /// Name of the xattr that stores the [`ObjectInfo`].
@@ -59,32 +58,12 @@ pub(crate) fn user_xattr_name(stored: &Bytes) -> Option<Bytes> {
     stored.starts_with(b"u").then(|| stored.slice(1..))
 }
 
-/// The cached state of an object that is in use or was used recently.
+/// The state in memory of an object that is in use or was used recently.
 #[derive(Default)]
 pub(crate) struct ObjectState {
     pub(crate) turnstile: Turnstile,
-    /// The incarnation in which the object's state was learnt, and the state that the object has
-    /// once all queued transactions are durable. If one of these transactions fails, the cached
-    /// state is dropped. The inner `None` means that the object does not exist.
-    info: RefCell<Option<(u64, Option<ObjectInfo>)>>,
-}
-
-impl ObjectState {
-    /// Returns the cached state of the object, if it was learnt in this incarnation.
-    pub(crate) fn known(&self, incarnation: u64) -> Option<Option<ObjectInfo>> {
-        let is_current = |learnt| learnt == incarnation || base::mutant!(KeepCacheAtFailover);
-        self.info.borrow().filter(|(learnt, _)| is_current(*learnt)).map(|(_, info)| info)
-    }
-
-    /// Caches the state of the object.
-    pub(crate) fn learn(&self, incarnation: u64, info: Option<ObjectInfo>) {
-        *self.info.borrow_mut() = Some((incarnation, info));
-    }
-
-    /// Drops the cached state, so that the next access reads the state from the store.
-    pub(crate) fn forget(&self) {
-        *self.info.borrow_mut() = None;
-    }
+    /// Predicts whether the conditions of a change hold.
+    pub(crate) expects_success: Expectation,
 }
 
 #[cfg(test)]

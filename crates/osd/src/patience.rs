@@ -8,6 +8,7 @@ use wire::Error;
 use crate::fail::{Fail, StepResult};
 use crate::object::ObjectInfo;
 use crate::pool::ObjectLocation;
+use crate::turnstile::Turn;
 
 /// First pause before a step is repeated after the store became unreachable. Later pauses are
 /// [`longer`].
@@ -38,6 +39,7 @@ pub(crate) async fn patiently<T>(
                 tokio::time::sleep(pause).await;
                 pause = longer(pause);
             }
+            Err(Fail::Withdrawn) => {}
             outcome => return outcome,
         }
     }
@@ -48,19 +50,21 @@ pub(crate) async fn patiently<T>(
 pub(crate) async fn in_turn<T>(
     place: &ObjectLocation,
     patience: Duration,
-    look: impl AsyncFn(u64) -> StepResult<T>,
+    look: impl AsyncFn(&Turn<'_>, u64) -> StepResult<T>,
 ) -> StepResult<T> {
     patiently(place, patience, async || once_in_turn(place, &look).await).await
 }
 
 /// Calls `look` during a turn on the object, while no transaction on the object is pending.
-async fn once_in_turn<T>(place: &ObjectLocation, look: impl AsyncFn(u64) -> StepResult<T>) -> StepResult<T> {
+async fn once_in_turn<T>(
+    place: &ObjectLocation,
+    look: impl AsyncFn(&Turn<'_>, u64) -> StepResult<T>,
+) -> StepResult<T> {
     let object = place.pg.object(&place.oid);
     let ticket = object.turnstile.ticket();
-    let turn = ticket.enter(|| place.pg.backing.incarnation()).await;
-    let incarnation = place.pg.settle().await?;
+    let (turn, incarnation) = place.pg.enter(&ticket, async || place.pg.settle().await).await?;
     turn.settled().await;
-    let found = look(incarnation).await;
+    let found = look(&turn, incarnation).await;
     // What was read is valid only in the same incarnation. This includes errors.
     place.pg.backing.still(incarnation)?;
     found
@@ -68,6 +72,6 @@ async fn once_in_turn<T>(place: &ObjectLocation, look: impl AsyncFn(u64) -> Step
 
 /// Returns the durable record of an object; `None` if the object does not exist.
 pub(crate) async fn info_of(place: &ObjectLocation, patience: Duration) -> StepResult<Option<ObjectInfo>> {
-    let object = place.pg.object(&place.oid);
-    in_turn(place, patience, async |incarnation| place.pg.info(&place.oid, &object, incarnation).await).await
+    in_turn(place, patience, async |turn, incarnation| place.pg.info(&place.oid, turn, incarnation).await)
+        .await
 }

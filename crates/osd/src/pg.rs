@@ -32,11 +32,13 @@ use wire::{Mutated, SessionId};
 
 use crate::age::Age;
 use crate::backing::Backing;
+use crate::expectation::Expectation;
 use crate::fail::{Fail, StepResult};
 use crate::gone::{Gone, Living};
 use crate::ids;
 use crate::object::{INFO_XATTR, ObjectInfo, ObjectState};
 use crate::sole_target::SoleTarget;
+use crate::turnstile::{Ticket, Turn};
 
 /// Number of object versions that one durable reservation covers.
 const VERSION_BATCH: u64 = 1024;
@@ -79,23 +81,8 @@ pub(crate) struct Pg {
     age: Rc<Age>,
     /// Supplies the modification times of objects.
     pub(crate) clock: WallClock,
+    /// Predicts whether an uncached object is new.
     pub(crate) expects_new: Expectation,
-}
-
-/// Predicts whether an uncached object is new (two-bit saturating counter).
-pub(crate) struct Expectation(Cell<u8>);
-
-impl Expectation {
-    /// Predicts whether the next uncached object is new.
-    pub(crate) fn guess(&self) -> bool {
-        self.0.get() >= 2
-    }
-
-    /// Records whether an uncached object turned out to be new.
-    pub(crate) fn learn(&self, was_new: bool) {
-        let count = self.0.get();
-        self.0.set(if was_new { (count + 1).min(3) } else { count.saturating_sub(1) });
-    }
 }
 
 #[derive(Default)]
@@ -200,7 +187,7 @@ impl Pg {
             commits: OpenCommits::default(),
             age: times.0,
             clock: times.1,
-            expects_new: Expectation(Cell::new(3)),
+            expects_new: Expectation::default(),
         }
     }
 
@@ -553,15 +540,15 @@ impl Pg {
         Ok(listed)
     }
 
-    /// Returns the record of an object, from the cache or from the store; `None` if the object does
-    /// not exist. The caller must hold the object's turn.
+    /// Returns the latest record of an object, from memory or from the store; `None` if the object does
+    /// not exist. The caller must hold the object's turn, and [`Turn::is_of`] must hold.
     pub(crate) async fn info(
         &self,
         oid: &ObjectId,
-        object: &ObjectState,
+        turn: &Turn<'_>,
         incarnation: u64,
     ) -> StepResult<Option<ObjectInfo>> {
-        if let Some(known) = object.known(incarnation) {
+        if let Some(known) = turn.latest(incarnation) {
             return Ok(known);
         }
         let info = match self.backing.get_xattr(&self.cid, oid, INFO_XATTR).await {
@@ -573,8 +560,26 @@ impl Pg {
             Err(StoreError::NoSuchObject(_) | StoreError::NoSuchCollection(_)) => None,
             Err(e) => return Err(e.into()),
         };
-        object.learn(incarnation, info);
+        turn.learn(incarnation, info);
         Ok(info)
+    }
+
+    /// Waits for a ticket's turn on an object. Returns the turn and the current incarnation. `begin`
+    /// makes the group usable in the current incarnation: [`Pg::load`] or [`Pg::settle`].
+    pub(crate) async fn enter<'a>(
+        &self,
+        ticket: &Ticket<'a>,
+        begin: impl AsyncFn() -> StepResult<u64>,
+    ) -> StepResult<(Turn<'a>, u64)> {
+        loop {
+            let turn = ticket.enter(|| self.backing.incarnation()).await;
+            let incarnation = begin().await?;
+            if turn.is_of(incarnation) {
+                return Ok((turn, incarnation));
+            }
+            // A new incarnation has begun, so the pending changes of the object must be settled first.
+            ticket.keep_place();
+        }
     }
 
     /// Records that a transaction was queued. The transaction counts as in flight until the

@@ -1,43 +1,44 @@
-//! Execution of reads and queries.
+//! Execution of reads.
 //!
-//! A read draws a ticket for the object and waits, during its turn, until each earlier change is
-//! durable. It then submits its call to the store and ends its turn. The read returns the state
-//! that the object has at this moment. The turn ends before the data arrives, so neither a slow
-//! store nor a slow client blocks the object. A long read repeats these steps for each segment, and
-//! detects by the object's version whether the object changed between two segments. The size of the
-//! object is known before the data of the first segment arrives, so the other segments start at
-//! once.
+//! A read draws a ticket for the object. During its turn, it submits its call to the store, whose answer
+//! shows all pending changes, and ends its turn. The turn ends before the data arrives, so neither a slow
+//! store nor a slow client blocks the object. The read returns the newest state whose bytes it has read:
+//! the durable state if no pending change overlaps its range, or else the state after the last change that
+//! overlaps it, once this change is durable.
+//!
+//! A long read repeats these steps for each segment, and detects by the object's version whether the
+//! object changed between two segments. The size of the object is known before the data of the first
+//! segment arrives, so the other segments start at once.
 
+use std::ops::Range;
+use std::rc::Rc;
 use std::time::Duration;
 
 use base::block::{self, BLOCK, BLOCK_SIZE, Payload};
-use bytes::Bytes;
 use futures::future::Either;
 use futures::stream::{FuturesUnordered, StreamExt};
-use store::{ReadData, ReplyOf, StoreCalls, StoreError};
+use store::{ReadData, ReplyOf, StoreCalls};
 use tokio::time::Instant;
-use wire::limits::OMAP_PAGE_BYTES;
-use wire::{
-    BulkDescriptor, BulkDirection, Error, ObjectName, ObjectReply, Query, QueryAnswer, QueryOp, Read,
-    StatAnswer,
-};
+use wire::{BulkDescriptor, BulkDirection, Error, ObjectName, ObjectReply, Read};
 
 use crate::backing::BackingFuture;
-use crate::fail::{Fail, StepResult, unavailable};
+use crate::fail::{Fail, StepResult, refusal};
 use crate::gather::SEGMENT;
-use crate::mutate::check_conditions;
-use crate::object::{ObjectInfo, ObjectState, user_xattr, user_xattr_name};
+use crate::object::{ObjectInfo, ObjectState};
 use crate::osd::Osd;
 use crate::patience::{PAUSE, longer, patiently};
 use crate::pool::ObjectLocation;
 use crate::request::RequestContext;
+use crate::turnstile::Observation;
 
 /// Data up to this size, in bytes, travels inside the reply, even if the client offers a sink.
 const INLINE: u64 = 64 << 10;
 
 /// A segment that was requested from the store.
-struct Begun {
+struct Begun<'a> {
     info: ObjectInfo,
+    /// The pending change that the segment shows.
+    seen: Observation<'a>,
     incarnation: u64,
     at: u64,
     len: u64,
@@ -52,6 +53,7 @@ struct ObjectRead<'a> {
     read: &'a Read,
     name: String,
     place: ObjectLocation,
+    object: Rc<ObjectState>,
 }
 
 /// Reads data of an object into the reply's payload or into the client's sink.
@@ -62,12 +64,9 @@ pub(crate) async fn read(
 ) -> wire::Result<(ObjectReply, Payload)> {
     let name: ObjectName = read.name.check()?;
     let place = osd.place(&name, read.part.as_ref())?;
-    let reader = ObjectRead { osd, request, read, name: name.to_string(), place };
-    match reader.run().await {
-        Ok(answer) => Ok(answer),
-        Err(Fail::Refused(e)) => Err(e),
-        Err(Fail::Lost(why)) => Err(unavailable(why)),
-    }
+    let object = place.pg.object(&place.oid);
+    let reader = ObjectRead { osd, request, read, name: name.to_string(), place, object };
+    reader.run().await.map_err(refusal)
 }
 
 impl ObjectRead<'_> {
@@ -89,6 +88,10 @@ impl ObjectRead<'_> {
             let first = self.begin_first(start, end).await?;
             let (info, incarnation) = (first.info, first.incarnation);
             if info.manifest.is_some() {
+                match first.seen.durable().await {
+                    Err(Fail::Withdrawn) => continue,
+                    seen => seen?,
+                }
                 return Ok((striped(&info), Payload::default()));
             }
             let sent = end.min(info.size).saturating_sub(start);
@@ -108,6 +111,7 @@ impl ObjectRead<'_> {
                     tokio::time::sleep(pause).await;
                     pause = longer(pause);
                 }
+                (Err(Fail::Withdrawn), _) => {}
                 (Ok(data), Some(sink)) if data.len() as u64 > self.inline_max() => {
                     self.push(sink, 0, data).await?;
                     return Ok((body, Payload::default()));
@@ -128,7 +132,7 @@ impl ObjectRead<'_> {
     }
 
     /// Pushes the first segment and all later segments up to `end`, several segments at a time.
-    async fn push_all(&self, sink: &BulkDescriptor, first: Begun, end: u64) -> StepResult<()> {
+    async fn push_all(&self, sink: &BulkDescriptor, first: Begun<'_>, end: u64) -> StepResult<()> {
         let (start, version) = (first.at, first.info.version);
         let step = self.step();
         let mut at = start + first.len;
@@ -155,28 +159,30 @@ impl ObjectRead<'_> {
 
     /// Requests the first segment from the store: from `start` up to `end`, but at most the maximum
     /// length of a segment. The object's state need not be cached.
-    async fn begin_first(&self, start: u64, end: u64) -> StepResult<Begun> {
-        let object = self.place.pg.object(&self.place.oid);
+    async fn begin_first(&self, start: u64, end: u64) -> StepResult<Begun<'_>> {
         let whole = (end - start).min(self.step());
         // The buffer is allocated before the object's size is known. An uncached object is expected
         // to be small.
-        let likely = match object.known(self.place.pg.backing.incarnation()) {
+        let likely = match self.object.turnstile.latest(self.place.pg.backing.incarnation()) {
             Some(Some(info)) => {
                 block::align_up(info.size).unwrap_or(u64::MAX).saturating_sub(start).max(BLOCK)
             }
             _ => INLINE,
         };
-        let attempt = async || self.begin(&object, start, whole, likely, self.read.if_version).await;
+        // The first segment shows the state in which the later segments are read, too.
+        let range = start..end;
+        let attempt = async || self.begin(start, whole, range.clone(), likely, self.read.if_version).await;
         patiently(&self.place, self.patience(), attempt).await
     }
 
-    async fn finish_first(&self, first: Begun) -> StepResult<Payload> {
+    async fn finish_first(&self, first: Begun<'_>) -> StepResult<Payload> {
         let (at, len, info, incarnation) = (first.at, first.len, first.info, first.incarnation);
         match self.finish(first).await {
             Err(Fail::Lost(_)) => {
                 self.place.pg.backing.lost(incarnation);
                 self.segment(at, len, info.version).await
             }
+            Err(Fail::Withdrawn) => self.segment(at, len, info.version).await,
             outcome => outcome,
         }
     }
@@ -203,21 +209,23 @@ impl ObjectRead<'_> {
     }
 
     async fn segment(&self, at: u64, len: u64, version: u64) -> StepResult<Payload> {
-        let object = self.place.pg.object(&self.place.oid);
-        let attempt = async || self.finish(self.begin(&object, at, len, len, Some(version)).await?).await;
+        let range = at..at + len;
+        let attempt =
+            async || self.finish(self.begin(at, len, range.clone(), len, Some(version)).await?).await;
         patiently(&self.place, self.patience(), attempt).await
     }
 
     /// Waits for a turn on the object, and then requests a segment of up to `segment` bytes from
-    /// the store. `likely` is the expected length of the segment; the first buffer has this size.
+    /// the store. The segment shows a state in which the bytes of `range` are up to date. `likely` is the
+    /// expected length of the segment; the first buffer has this size.
     async fn begin(
         &self,
-        object: &ObjectState,
         at: u64,
         segment: u64,
+        range: Range<u64>,
         likely: u64,
         if_version: Option<u64>,
-    ) -> StepResult<Begun> {
+    ) -> StepResult<Begun<'_>> {
         let pg = &self.place.pg;
         let mut room = segment.min(likely);
         loop {
@@ -227,16 +235,27 @@ impl ObjectRead<'_> {
                 0 => None,
                 _ => Some(self.osd.staging.alloc((room as usize).next_multiple_of(BLOCK_SIZE)).await?),
             };
-            let ticket = object.turnstile.ticket();
-            let turn = ticket.enter(|| pg.backing.incarnation()).await;
-            let incarnation = pg.settle().await?;
-            turn.settled().await;
-            let info = pg.info(&self.place.oid, object, incarnation).await?;
+            let ticket = self.object.turnstile.ticket();
+            let (turn, incarnation) = pg.enter(&ticket, async || pg.settle().await).await?;
+            pg.info(&self.place.oid, &turn, incarnation).await?;
             pg.backing.still(incarnation)?;
-            let info = info.ok_or_else(|| Error::NoSuchObject(self.name.clone()))?;
-            if let Some(wanted) = if_version.filter(|v| *v != info.version) {
-                return Err(Error::Changed { wanted, found: info.version }.into());
-            }
+            let visible = turn.observe_range(incarnation, &range, if_version);
+            let (info, seen) = visible.ok_or(Fail::Withdrawn)?;
+            let info = match (info, if_version) {
+                (Some(info), Some(wanted)) if info.version != wanted => {
+                    Err(Error::Changed { wanted, found: info.version })
+                }
+                (Some(info), _) => Ok(info),
+                (None, _) => Err(Error::NoSuchObject(self.name.clone())),
+            };
+            let info = match info {
+                Ok(info) => info,
+                Err(e) => {
+                    drop(turn);
+                    seen.durable().await?;
+                    return Err(e.into());
+                }
+            };
             let len = segment.min(info.size.saturating_sub(at));
             let has_data = len > 0 && info.manifest.is_none();
             if has_data && len > room {
@@ -247,17 +266,25 @@ impl ObjectRead<'_> {
             }
             let reading = has_data.then(|| pg.backing.read(&pg.cid, &self.place.oid, at, len, dest));
             drop(turn);
-            return Ok(Begun { info, incarnation, at, len, reading });
+            return Ok(Begun { info, seen, incarnation, at, len, reading });
         }
     }
 
-    /// Waits for the segment's data from the store, and verifies it.
-    async fn finish(&self, begun: Begun) -> StepResult<Payload> {
-        let Some(reading) = begun.reading else { return Ok(Payload::default()) };
-        let data = reading.await;
+    /// Waits for the segment's data from the store, and verifies it. Waits until the data is durable.
+    async fn finish(&self, begun: Begun<'_>) -> StepResult<Payload> {
+        let data = match begun.reading {
+            Some(reading) => Some(reading.await),
+            None => None,
+        };
         // The result is valid only in the same incarnation, even if it is an error.
         self.place.pg.backing.still(begun.incarnation)?;
-        self.check(&begun.info, begun.at, begun.len, &data?)
+        if !base::mutant!(ReadOvertakesWrite) {
+            begun.seen.durable().await?;
+        }
+        match data {
+            Some(data) => self.check(&begun.info, begun.at, begun.len, &data?),
+            None => Ok(Payload::default()),
+        }
     }
 
     /// Verifies the store's data and converts it into a payload. If the segment ends inside a
@@ -309,101 +336,4 @@ fn sink_room(sink: &BulkDescriptor) -> StepResult<u64> {
     let overflow =
         || Error::OutOfRange { what: "sink".into(), detail: "its length does not fit into 64 bits".into() };
     Ok(sink.len().ok_or_else(overflow)?)
-}
-
-/// Answers queries about one object.
-pub(crate) async fn query(osd: &Osd, request: &RequestContext, query: &Query) -> wire::Result<ObjectReply> {
-    query.check()?;
-    let name: ObjectName = query.name.check()?;
-    let place = osd.place(&name, None)?;
-    let name = name.to_string();
-    let object = place.pg.object(&place.oid);
-    let attempt = async || try_query(&place, &object, &name, query).await;
-    match patiently(&place, request.patience(&osd.config), attempt).await {
-        Ok(answers) => Ok(ObjectReply::Queried(answers)),
-        Err(Fail::Refused(e)) => Err(e),
-        Err(Fail::Lost(why)) => Err(unavailable(why)),
-    }
-}
-
-async fn try_query(
-    place: &ObjectLocation,
-    object: &ObjectState,
-    name: &str,
-    query: &Query,
-) -> StepResult<Vec<QueryAnswer>> {
-    let pg = &place.pg;
-    let ticket = object.turnstile.ticket();
-    let turn = ticket.enter(|| pg.backing.incarnation()).await;
-    let incarnation = pg.settle().await?;
-    turn.settled().await;
-    let info = pg.info(&place.oid, object, incarnation).await?;
-    let checked = check_conditions(place, name, &query.conditions, info.as_ref()).await;
-    pg.backing.still(incarnation)?;
-    checked?;
-    let info = info.ok_or_else(|| Error::NoSuchObject(name.to_owned()))?;
-    let mut answers = Vec::with_capacity(query.ops.len());
-    let mut failed = None;
-    for op in &query.ops {
-        match answer(place, &info, op).await {
-            Ok(answer) => answers.push(answer),
-            Err(e) => {
-                failed = Some(e);
-                break;
-            }
-        }
-    }
-    // The answers are valid only in the same incarnation, even if one is an error.
-    pg.backing.still(incarnation)?;
-    drop(turn);
-    failed.map_or(Ok(answers), Err)
-}
-
-async fn answer(place: &ObjectLocation, info: &ObjectInfo, op: &QueryOp) -> StepResult<QueryAnswer> {
-    let (pg, oid) = (&place.pg, &place.oid);
-    let store = &pg.backing;
-    Ok(match op {
-        QueryOp::Stat => QueryAnswer::Stat(StatAnswer {
-            size: info.user_size(),
-            version: info.version,
-            modified_ms: info.modified_ms,
-            manifest: info.manifest,
-        }),
-        QueryOp::Xattr(name) => match store.get_xattr(&pg.cid, oid, user_xattr(name)).await {
-            Ok(value) => QueryAnswer::Xattr(Some(value)),
-            Err(StoreError::NoSuchXattr(_)) => QueryAnswer::Xattr(None),
-            Err(e) => return Err(e.into()),
-        },
-        QueryOp::Xattrs => {
-            let all = store.get_xattrs(&pg.cid, oid).await?;
-            let users = all.into_iter().filter_map(|(name, value)| Some((user_xattr_name(&name)?, value)));
-            QueryAnswer::Xattrs(users.collect())
-        }
-        QueryOp::OmapGet(keys) => {
-            let entries = store.omap_get(&pg.cid, oid, keys.clone()).await?;
-            QueryAnswer::Omap { entries, more: false }
-        }
-        QueryOp::OmapRange { from, to, limit } => {
-            let (entries, more) = store.omap_iterate(&pg.cid, oid, from.clone(), *limit as usize).await?;
-            cut_page(entries, more, to.as_ref())
-        }
-        other => return Err(Error::BadRequest(format!("{other:?} is not supported")).into()),
-    })
-}
-
-/// Cuts a page of an omap at the end of the requested range and at the maximum size of a reply.
-fn cut_page(mut entries: Vec<(Bytes, Bytes)>, mut more: bool, to: Option<&Bytes>) -> QueryAnswer {
-    if let Some(end) = to.and_then(|to| entries.iter().position(|(key, _)| key >= to)) {
-        entries.truncate(end);
-        more = false;
-    }
-    let mut bytes = 0;
-    let fits = entries.iter().take_while(|(key, value)| {
-        bytes += key.len() + value.len() + 10;
-        bytes <= OMAP_PAGE_BYTES
-    });
-    let fits = fits.count().max(1).min(entries.len());
-    more |= fits < entries.len();
-    entries.truncate(fits);
-    QueryAnswer::Omap { entries, more }
 }

@@ -21,7 +21,7 @@ use crate::request::RequestContext;
 use crate::sessions::{ConnectionId, OpenedSession};
 use crate::task::spawn;
 use crate::times::RequestKind;
-use crate::{list, read};
+use crate::{list, query, read};
 
 /// Minimum time between two updates of a session's last activity.
 const HEARD_PAUSE: Duration = Duration::from_secs(1);
@@ -248,7 +248,7 @@ impl Osd {
                 ObjectReply::Mutated(self.mutate(request, &mutate, payload).await?)
             }
             ObjectRequest::Read(wanted) => return read::read(self, request, &wanted).await,
-            ObjectRequest::Query(query) => read::query(self, request, &query).await?,
+            ObjectRequest::Query(query) => query::query(self, request, &query).await?,
             ObjectRequest::List(wanted) => list::list(self, request, &wanted).await?,
             other => return Err(Error::BadRequest(format!("{other:?} is not supported"))),
         };

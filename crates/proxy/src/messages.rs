@@ -241,6 +241,7 @@ pub(crate) fn shorten(error: StoreError) -> StoreError {
         E::NoSuchXattr(s) => E::NoSuchXattr(cut(s)),
         E::Exists(s) => E::Exists(cut(s)),
         E::NotEmpty(s) => E::NotEmpty(cut(s)),
+        E::GuardFailed(s) => E::GuardFailed(cut(s)),
         E::InvalidArgument(s) => E::InvalidArgument(cut(s)),
         E::TooLarge { what, size, limit } => E::TooLarge { what: cut(what), size, limit },
         E::BadPayload(s) => E::BadPayload(cut(s)),

@@ -46,6 +46,8 @@ const MOVE_RENAME: u8 = 18;
 const CREATE_COLLECTION: u8 = 19;
 const REMOVE_COLLECTION: u8 = 20;
 const SPLIT_COLLECTION: u8 = 21;
+const GUARD_XATTR: u8 = 22;
+const GUARD_OMAP: u8 = 23;
 
 /// Encodes a transaction. Each payload starts at a multiple of `align` in the data section.
 /// `stage_id` translates the osd's number of a stage into the host's number.
@@ -97,6 +99,11 @@ impl TransactionEncoder {
     fn bytes(&mut self, v: &[u8]) {
         self.u32(v.len() as u32);
         self.encoded.control.extend_from_slice(v);
+    }
+
+    fn optional_bytes(&mut self, v: Option<&Bytes>) {
+        self.u8(v.is_some().into());
+        v.into_iter().for_each(|v| self.bytes(v));
     }
 
     fn head(&mut self, tag: u8, oid: &ObjectId) {
@@ -197,6 +204,16 @@ impl TransactionEncoder {
                 self.head(OMAP_SET_HEADER, oid);
                 self.bytes(header);
             }
+            Op::GuardXattr { oid, name, value } => {
+                self.head(GUARD_XATTR, oid);
+                self.bytes(name);
+                self.optional_bytes(value.as_ref());
+            }
+            Op::GuardOmap { oid, key, value } => {
+                self.head(GUARD_OMAP, oid);
+                self.bytes(key);
+                self.optional_bytes(value.as_ref());
+            }
             Op::MoveRename { src, dst_collection, dst } => {
                 self.head(MOVE_RENAME, src);
                 self.bytes(dst_collection.as_bytes());
@@ -274,6 +291,17 @@ impl TransactionDecoder<'_> {
             return Err(truncated());
         }
         Ok(self.control.split_to(len))
+    }
+
+    fn optional_bytes(&mut self) -> Result<Option<Bytes>> {
+        match self.u8()? {
+            0 => Ok(None),
+            1 => self.bytes().map(Some),
+            other => {
+                let what = format!("the flag for the presence of a value is {other}, not 0 or 1");
+                Err(StoreError::InvalidArgument(what))
+            }
+        }
     }
 
     /// Reads the number of items in a list. Each item must occupy at least `least` bytes of the
@@ -359,6 +387,8 @@ impl TransactionDecoder<'_> {
             OMAP_REMOVE_RANGE => Op::OmapRemoveRange { oid, from: self.bytes()?, to: self.bytes()? },
             OMAP_CLEAR => Op::OmapClear { oid },
             OMAP_SET_HEADER => Op::OmapSetHeader { oid, header: self.bytes()? },
+            GUARD_XATTR => Op::GuardXattr { oid, name: self.bytes()?, value: self.optional_bytes()? },
+            GUARD_OMAP => Op::GuardOmap { oid, key: self.bytes()?, value: self.optional_bytes()? },
             MOVE_RENAME => Op::MoveRename {
                 src: oid,
                 dst_collection: CollectionId::new(self.bytes()?)?,
@@ -403,6 +433,8 @@ mod tests {
             .with(Op::OmapRemoveRange { oid: id("a"), from: b(b"x"), to: b(b"y") })
             .with(Op::OmapClear { oid: id("a") })
             .with(Op::OmapSetHeader { oid: id("a"), header: b(b"h") })
+            .with(Op::GuardXattr { oid: id("a"), name: b(b"n"), value: None })
+            .with(Op::GuardOmap { oid: id("a"), key: b(b"k"), value: Some(b(b"")) })
             .with(Op::Clone { src: id("a"), dst: id("b") })
             .with(Op::CloneRange { src: id("a"), dst: id("b"), src_offset: 1, len: 2, dst_offset: 3 })
             .with(Op::MoveRename { src: id("a"), dst_collection: cid("d"), dst: id("b") })

@@ -128,6 +128,10 @@ pub enum StoreError {
     /// The target could not be mounted when its store was started.
     #[error("the target is not available: {0}")]
     Absent(String),
+    /// A guard of the transaction does not hold ([`Op::GuardXattr`](crate::Op::GuardXattr),
+    /// [`Op::GuardOmap`](crate::Op::GuardOmap)).
+    #[error("a guard of the transaction does not hold: {0}; read the current value and try again")]
+    GuardFailed(String),
 }
 
 /// A part of a target that can run out of space.

@@ -14,6 +14,7 @@ use object::{MemBlock, MemObject};
 
 use crate::api::check_incarnation;
 use crate::stage::{block_not_available, check_stage_write, check_staged_use};
+use crate::transaction::{check_guard, guarded};
 use crate::{
     Area, CollectionId, MAX_XATTRS, MetadataQuery, ObjectId, Op, Page, QueryReply, Result, Space, StageId,
     Stat, StoreError, StoreFuture, StoreReply, StoreRequest, Submit, Transaction, WriteSource, ready,
@@ -232,6 +233,14 @@ impl State {
                 undo.push(self.put(cid, src, None)?);
                 undo.push(self.put(dst_collection, dst, Some(object))?);
                 Ok(())
+            }
+            Op::GuardXattr { oid, name, value } => {
+                let found = self.find(cid, oid)?.and_then(|o| o.xattrs.get(name));
+                check_guard(found, value.as_ref(), || guarded("xattr", name, oid))
+            }
+            Op::GuardOmap { oid, key, value } => {
+                let found = self.find(cid, oid)?.and_then(|o| o.omap.get(key));
+                check_guard(found, value.as_ref(), || guarded("omap entry", key, oid))
             }
             Op::CreateCollection => {
                 if self.collections.contains_key(cid) {

@@ -256,6 +256,26 @@ pub enum Op {
         /// The object's new id in that collection.
         dst: ObjectId,
     },
+    /// Fails with [`StoreError::GuardFailed`] unless the xattr has the given value at this point of the
+    /// transaction. Changes nothing and creates no object.
+    GuardXattr {
+        /// The object.
+        oid: ObjectId,
+        /// The xattr's name.
+        name: Bytes,
+        /// The expected value. `None` if the xattr, or the object, must not exist.
+        value: Option<Bytes>,
+    },
+    /// Fails with [`StoreError::GuardFailed`] unless the omap entry has the given value at this point of
+    /// the transaction. Changes nothing and creates no object.
+    GuardOmap {
+        /// The object.
+        oid: ObjectId,
+        /// The entry's key.
+        key: Bytes,
+        /// The expected value. `None` if the entry, or the object, must not exist.
+        value: Option<Bytes>,
+    },
     /// Creates the transaction's collection; fails with [`StoreError::Exists`] if it exists.
     CreateCollection,
     /// Removes the transaction's collection; fails with [`StoreError::NotEmpty`] if it has objects.
@@ -354,6 +374,7 @@ impl Transaction {
             }
             Op::SplitCollection { at, dst } => (is_here || dst == cid) && oid >= at,
             Op::CreateCollection | Op::RemoveCollection => is_here,
+            Op::GuardXattr { .. } | Op::GuardOmap { .. } => false,
         })
     }
 }
@@ -387,9 +408,40 @@ impl Op {
             Op::OmapSetHeader { header, .. } => {
                 check_len("length in bytes of an omap header", header.len(), MAX_STORED_VALUE)
             }
+            Op::GuardXattr { name, value, .. } => {
+                check_len("length in bytes of an xattr name", name.len(), MAX_STORED_KEY)?;
+                let len = value.as_ref().map_or(0, Bytes::len);
+                check_len("length in bytes of an xattr value", len, MAX_XATTRS)
+            }
+            Op::GuardOmap { key, value, .. } => {
+                check_len("length in bytes of an omap key", key.len(), MAX_STORED_KEY)?;
+                let len = value.as_ref().map_or(0, Bytes::len);
+                check_len("length in bytes of an omap value", len, MAX_STORED_VALUE)
+            }
             _ => Ok(()),
         }
     }
+}
+
+/// Compares a value with the expected value of a guard. `name` names the value for the error.
+///
+/// # Errors
+/// [`StoreError::GuardFailed`] if the values differ.
+pub(crate) fn check_guard(
+    found: Option<&Bytes>,
+    expected: Option<&Bytes>,
+    name: impl FnOnce() -> String,
+) -> Result<()> {
+    if found == expected {
+        return Ok(());
+    }
+    let found = if found.is_some() { "has another value" } else { "does not exist" };
+    Err(StoreError::GuardFailed(format!("{} {found}", name())))
+}
+
+/// Names an xattr or an omap entry in the error of a guard.
+pub(crate) fn guarded(what: &str, name: &[u8], oid: &ObjectId) -> String {
+    format!("{what} \"{}\" of object {oid}", name.escape_ascii())
 }
 
 fn check_range(offset: u64, len: u64) -> Result<()> {

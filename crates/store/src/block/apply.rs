@@ -21,6 +21,7 @@ use super::need::Need;
 use super::records::{MapLeaf, Onode, RefPage, decode_oid, key};
 use super::staged::StageTable;
 use super::view::{IndexView, Loaded};
+use crate::transaction::{check_guard, guarded};
 use crate::{CollectionId, MAX_XATTRS, ObjectId, Op, Result, StageId, StoreError, Transaction, WriteSource};
 
 /// Reason why a transaction could not be applied.
@@ -256,6 +257,18 @@ impl<'a> Apply<'a> {
                 self.onodes.insert(from, None);
                 self.onodes.insert(to, Some(onode));
                 Ok(())
+            }
+            Op::GuardXattr { oid, name, value } => {
+                let (_, onode) = self.find(cid, oid)?;
+                let found = onode.as_ref().and_then(|onode| onode.xattrs.get(name));
+                Ok(check_guard(found, value.as_ref(), || guarded("xattr", name, oid))?)
+            }
+            Op::GuardOmap { oid, key, value } => {
+                let found = match self.find(cid, oid)?.1 {
+                    Some(onode) if onode.has_omap => self.get(&key::omap(onode.nid, key))?,
+                    _ => None,
+                };
+                Ok(check_guard(found.as_ref(), value.as_ref(), || guarded("omap entry", key, oid))?)
             }
             Op::CreateCollection => {
                 if self.collection(cid).is_ok() {

@@ -1,6 +1,7 @@
 //! The conformance scenarios of [`ObjectStore`].
 
 mod data;
+mod guards;
 
 use std::sync::Arc;
 
@@ -8,6 +9,7 @@ use base::block::{BLOCK, Payload};
 use bytes::Bytes;
 
 use data::*;
+use guards::*;
 
 use super::{Case, cid, oid, one, pattern, read_all, write};
 use crate::{
@@ -41,6 +43,9 @@ cases!(
     a_collection_can_be_split,
     failed_transactions_change_nothing,
     requests_of_a_collection_execute_in_the_order_of_submission,
+    a_guard_compares_a_value_at_its_point_of_the_transaction,
+    a_guard_sees_the_transactions_queued_before_it,
+    a_stage_stays_usable_after_a_refused_transaction,
     staged_bytes_become_data_of_objects,
     invalid_uses_of_stages_are_refused,
     damaged_payloads_are_detected,

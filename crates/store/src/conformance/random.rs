@@ -74,7 +74,7 @@ impl Workload {
 
     pub(crate) fn op(&mut self) -> Op {
         let oid = self.object();
-        match self.rng.random_range(0..40) {
+        match self.rng.random_range(0..42) {
             0 => Op::CreateExclusive { oid },
             1 => Op::Touch { oid },
             2..16 => {
@@ -101,7 +101,15 @@ impl Workload {
                 Op::CloneRange { src: oid, dst: self.object(), src_offset, len, dst_offset }
             }
             37 => Op::MoveRename { src: oid, dst_collection: self.collection(), dst: self.object() },
-            38 => Op::SplitCollection { at: oid, dst: self.collection() },
+            38..40 => {
+                let (key, len) = (self.key(), self.rng.random_range(0..2));
+                let value = self.rng.random_bool(0.3).then(|| self.data(len));
+                match self.rng.random_bool(0.5) {
+                    true => Op::GuardXattr { oid, name: key, value },
+                    false => Op::GuardOmap { oid, key, value },
+                }
+            }
+            40 => Op::SplitCollection { at: oid, dst: self.collection() },
             _ if self.rng.random_bool(0.5) => Op::CreateCollection,
             _ => Op::RemoveCollection,
         }
