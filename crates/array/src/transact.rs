@@ -46,7 +46,10 @@ impl Group {
         }
         let _open = self.gate.read().await;
         let mut work = self.lock(&interval, &transaction).await?;
-        apply(self, &transaction, &interval, &mut work)?;
+        if let Err(e) = apply(self, &transaction, &interval, &mut work) {
+            // The ops may contradict the object only because it has not the state that the guards demand.
+            return Err(self.failed_guard(&interval, &work).await?.unwrap_or(e));
+        }
         for one in &mut work {
             one.split = self.split(&interval, one).await?;
         }
@@ -108,6 +111,42 @@ impl Group {
             work.push(ObjectEdit::new(self, interval, oid, guard, was));
         }
         Ok(work)
+    }
+
+    /// Returns the error of the first guard that does not hold. Members check guards only as part of a
+    /// transaction.
+    async fn failed_guard(
+        &self,
+        interval: &Interval,
+        work: &[ObjectEdit],
+    ) -> store::Result<Option<StoreError>> {
+        for guard in work.iter().flat_map(ObjectEdit::guards) {
+            let (found, expected) = match guard {
+                Op::GuardXattr { oid, name, value } => {
+                    let xattr = async |link: &MemberLink| {
+                        link.target.store().get_xattr(&self.cid, oid, name.clone()).await
+                    };
+                    (self.ask(interval, oid, xattr).await.map(Some), value)
+                }
+                Op::GuardOmap { oid, key, value } => {
+                    let entry = async |link: &MemberLink| {
+                        link.target.store().omap_get(&self.cid, oid, vec![key.clone()]).await
+                    };
+                    let found = self.ask(interval, oid, entry).await;
+                    (found.map(|mut found| found.pop().map(|(_, value)| value)), value)
+                }
+                _ => continue,
+            };
+            let found = match found {
+                Err(StoreError::NoSuchObject(_) | StoreError::NoSuchXattr(_)) => None,
+                found => found?,
+            };
+            if found != *expected {
+                let what = "the object has another state than the transaction assumes";
+                return Ok(Some(StoreError::GuardFailed(what.into())));
+            }
+        }
+        Ok(None)
     }
 
     async fn split(&self, interval: &Rc<Interval>, work: &ObjectEdit) -> store::Result<Split> {

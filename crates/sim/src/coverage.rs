@@ -57,6 +57,7 @@ pub const EXPECTED: &[&str] = &[
     "metric: outboard_osd_changes_copied_total",
     "metric: outboard_osd_degraded_reads_total",
     "metric: outboard_osd_duplicates_total",
+    "metric: outboard_osd_changes_withdrawn_total",
     "metric: outboard_osd_fragments_repaired_total",
     "metric: outboard_osd_group_undone_total",
     "metric: outboard_osd_members_rebuilt_total",

@@ -12,6 +12,11 @@ use rand::seq::SliceRandom;
 use rand::{Rng, SeedableRng};
 use wire::{CodingMode, CodingOffload, Placement, Redundancy};
 
+/// In a plan with hot objects, all clients make calls at the same time, at this interval.
+pub(crate) const BURST_INTERVAL: Duration = Duration::from_millis(400);
+/// Time in which all calls of a burst begin.
+pub(crate) const BURST_LENGTH: Duration = Duration::from_millis(4);
+
 /// Size of the smallest drives, in bytes.
 const SMALLEST_DRIVE: u64 = 32 << 20;
 
@@ -119,6 +124,9 @@ kinds! {
     /// The process that owns the drives is killed, and a bit at the end of a drive's log flips before the
     /// process starts again. The damage is permanent.
     DamageLogEnd, "damage-log-end", 0;
+    /// The calls of all clients meet on few objects, and the node loses power or a role is killed during
+    /// these calls. This kind lasts for the whole simulation.
+    HotObjects, "hot-objects", 0;
     /// The operator starts a scrub, changes a setting, creates and removes a pool, or asks for the
     /// status.
     Command, "command", 8;
@@ -227,6 +235,8 @@ pub enum Victim {
     Memory,
     /// The osd's witness.
     Witness,
+    /// All clients.
+    Clients,
     /// The pool with this number.
     Pool(usize),
     /// No object: the operator gives a command.
@@ -245,6 +255,7 @@ impl fmt::Display for Victim {
             Victim::Coding => f.write_str("the coding engines"),
             Victim::Memory => f.write_str("the memory of the osd"),
             Victim::Witness => f.write_str("the witness"),
+            Victim::Clients => f.write_str("all clients"),
             Victim::Pool(number) => write!(f, "pool {number}"),
             Victim::Operator => f.write_str("the operator"),
         }
@@ -306,6 +317,15 @@ pub struct PlannedPool {
     pub redundancy: Redundancy,
     /// Number of its placement groups.
     pub pg_count: u32,
+}
+
+/// What a caller demands of the plans of all seeds.
+#[derive(Debug, Clone, Default)]
+pub struct PlanOptions {
+    /// Kinds of faults that do not occur.
+    pub off: Vec<FaultKind>,
+    /// Whether all plans have hot objects ([`FaultKind::HotObjects`]).
+    pub hot: bool,
 }
 
 /// The plan of a simulation.
@@ -413,6 +433,8 @@ pub enum RandomStream {
     LogEnd,
     /// The order of listings.
     Listings,
+    /// The plans with hot objects.
+    Hot,
 }
 
 /// Returns the random number generator for `stream` in the simulation of `seed`.
@@ -438,6 +460,7 @@ pub fn rng(seed: u64, stream: RandomStream) -> StdRng {
         RandomStream::TooMany => (16, 0),
         RandomStream::LogEnd => (17, 0),
         RandomStream::Listings => (18, 0),
+        RandomStream::Hot => (19, 0),
     };
     let mut key = [0; 32];
     key[..8].copy_from_slice(&seed.to_le_bytes());
@@ -447,9 +470,9 @@ pub fn rng(seed: u64, stream: RandomStream) -> StdRng {
 }
 
 impl SimulationPlan {
-    /// Returns the plan for `seed`, without faults of the kinds in `off`.
+    /// Returns the plan for `seed`.
     #[must_use]
-    pub fn new(seed: u64, off: &[FaultKind]) -> SimulationPlan {
+    pub fn new(seed: u64, options: &PlanOptions) -> SimulationPlan {
         let mut rng = rng(seed, RandomStream::Plan);
         let placement = if rng.random_bool(0.5) { Placement::Host } else { Placement::Dpu };
         let schemes: [&str; 6] = ["single", "mirror:2", "mirror:3", "ec:2+1", "ec:2+2", "ec:3+2"];
@@ -506,7 +529,13 @@ impl SimulationPlan {
         plan.faults.extend(plan.too_many_losses());
         plan.faults.extend(plan.damage_at_log_end());
         plan.faults.extend(plan.witness_trouble());
-        plan.faults.retain(|planned| !off.contains(&planned.kind));
+        plan.faults.extend(plan.hot_objects(options));
+        plan.faults.retain(|planned| !options.off.contains(&planned.kind));
+        if plan.has_hot_objects() {
+            let mut rng = self::rng(seed, RandomStream::Hot);
+            plan.lanes = rng.random_range(3..=7);
+            plan.write_max = plan.write_max.min(64 << 10);
+        }
         if plan.faults.iter().any(|planned| planned.kind.fills_targets()) {
             // Larger drives take long to fill.
             plan.drive_size = SMALLEST_DRIVE;
@@ -651,6 +680,44 @@ impl SimulationPlan {
             hit.contains(&number)
         };
         faults.into_iter().filter(|planned| fits(planned)).collect()
+    }
+
+    /// Whether the calls of all clients meet on few objects.
+    #[must_use]
+    pub fn has_hot_objects(&self) -> bool {
+        self.faults.iter().any(|fault| fault.kind == FaultKind::HotObjects)
+    }
+
+    /// Hot objects, in a quarter of the plans. The node loses power or a role is killed shortly after the
+    /// clients have begun their calls.
+    fn hot_objects(&self, options: &PlanOptions) -> Vec<PlannedFault> {
+        let mut rng = rng(self.seed, RandomStream::Hot);
+        let occur = rng.random_bool(0.25) || options.hot;
+        if !occur || options.off.contains(&FaultKind::HotObjects) {
+            return Vec::new();
+        }
+        let detail = rng.random();
+        let (at, lasts, kind, victim) =
+            (Duration::ZERO, self.workload, FaultKind::HotObjects, Victim::Clients);
+        let mut faults = vec![PlannedFault { at, lasts, kind, victim, detail }];
+        let bursts = (self.workload.as_millis() / BURST_INTERVAL.as_millis()) as u32;
+        for _ in 0..rng.random_range(2..=6) {
+            let (kind, victim) = match rng.random_range(0..4) {
+                0..2 => (FaultKind::PowerFailure, Victim::Node),
+                2 => (FaultKind::Kill, Victim::Role(NodeRole::Osd)),
+                _ if self.placement == Placement::Host => (FaultKind::Kill, Victim::Role(NodeRole::Osd)),
+                _ => (FaultKind::Kill, Victim::Role(NodeRole::Store)),
+            };
+            faults.push(PlannedFault {
+                at: BURST_INTERVAL * rng.random_range(1..=bursts)
+                    + rng.random_range(Duration::ZERO..BURST_LENGTH * 4),
+                lasts: rng.random_range(Duration::from_millis(100)..Duration::from_secs(2)),
+                kind,
+                victim,
+                detail: rng.random(),
+            });
+        }
+        faults
     }
 
     /// A fault of the coding engines, in a third of the plans in which they are used.
@@ -892,17 +959,21 @@ mod tests {
 
     #[test]
     fn a_seed_determines_the_plan_and_a_kind_of_fault_can_be_switched_off() {
-        let text = |seed, off: &[FaultKind]| format!("{:?}", SimulationPlan::new(seed, off));
-        assert_eq!(text(1, &[]), text(1, &[]));
-        assert_ne!(text(1, &[]), text(2, &[]));
+        let all = PlanOptions::default();
+        let no_kills = PlanOptions { off: vec![FaultKind::Kill], ..PlanOptions::default() };
+        let text = |seed| format!("{:?}", SimulationPlan::new(seed, &all));
+        assert_eq!(text(1), text(1));
+        assert_ne!(text(1), text(2));
         let mut seen = 0;
         for seed in 0..100 {
-            let (all, less) = (SimulationPlan::new(seed, &[]), SimulationPlan::new(seed, &[FaultKind::Kill]));
+            let (all, less) = (SimulationPlan::new(seed, &all), SimulationPlan::new(seed, &no_kills));
             let kills = all.faults.iter().filter(|f| f.kind == FaultKind::Kill).count();
             assert_eq!(less.faults.len() + kills, all.faults.len(), "the other faults stay the same");
             seen += kills;
         }
         assert!(seen > 20);
+        let hot = PlanOptions { hot: true, ..PlanOptions::default() };
+        assert!((0..10).all(|seed| SimulationPlan::new(seed, &hot).has_hot_objects()));
         for kind in FaultKind::ALL {
             assert_eq!(kind.name().parse(), Ok(*kind));
         }

@@ -25,7 +25,9 @@ use crate::history::{
     Violation,
 };
 use crate::node::{ENDPOINT, SimNode, stack};
-use crate::plan::{PlannedFault, PlannedPool, RandomStream, SimulationPlan, rng};
+use crate::plan::{
+    BURST_INTERVAL, BURST_LENGTH, PlannedFault, PlannedPool, RandomStream, SimulationPlan, rng,
+};
 use crate::role::SimRole;
 use crate::trace::EventTrace;
 use crate::workload::{ClientWorkload, SharedWorkload, WorkloadOptions};
@@ -198,11 +200,12 @@ impl Simulation {
             history.add_pool(&pool.name, pool.redundancy.targets() > 1);
             pools.push(PoolName::new(&pool.name).expect("the name is valid"));
         }
-        let options = WorkloadOptions {
-            lists_in_order: plan.lists_in_order(),
-            write_max: plan.write_max,
-            ..WorkloadOptions::new(pools)
+        let options = match plan.has_hot_objects() {
+            true => WorkloadOptions::hot(pools),
+            false => WorkloadOptions::new(pools),
         };
+        let options =
+            WorkloadOptions { lists_in_order: plan.lists_in_order(), write_max: plan.write_max, ..options };
         Rc::new(Simulation {
             plan,
             trace,
@@ -416,9 +419,19 @@ impl Simulation {
             let request = workload.next(&mut rng, |len| self.history.borrow_mut().new_fill(len));
             let outcome = self.call(client, id, request.clone()).await;
             workload.learn(&request, &outcome);
-            let pause = 2 * self.plan.think * if self.is_healing.get() { HEALING_PAUSE } else { 1 };
-            sleep(rng.random_range(Duration::ZERO..pause)).await;
+            sleep(self.pause(&mut rng)).await;
         }
+    }
+
+    /// Returns the time until a client's next call.
+    fn pause(&self, rng: &mut StdRng) -> Duration {
+        let factor = if self.is_healing.get() { HEALING_PAUSE } else { 1 };
+        if !self.plan.has_hot_objects() {
+            return rng.random_range(Duration::ZERO..2 * self.plan.think * factor);
+        }
+        let interval = (BURST_INTERVAL * factor).as_nanos();
+        let into_burst = Duration::from_nanos((self.now().as_nanos() % interval) as u64);
+        BURST_INTERVAL * factor - into_burst + rng.random_range(Duration::ZERO..BURST_LENGTH)
     }
 
     /// Makes a call and records it. `id` is the number of the client, `patience` the time limit of its

@@ -44,6 +44,8 @@ pub struct WorkloadOptions {
     pub lists_in_order: bool,
     /// Maximum size of the data of one write, in bytes.
     pub write_max: u64,
+    /// Whether the calls of all clients meet on few objects ([`WorkloadOptions::hot`]).
+    pub has_bursts: bool,
 }
 
 impl WorkloadOptions {
@@ -61,7 +63,16 @@ impl WorkloadOptions {
             listings: 2,
             lists_in_order: false,
             write_max: 9 << 20,
+            has_bursts: false,
         }
+    }
+
+    /// Returns parameters for clients whose calls meet on few objects. Changes depend on earlier changes:
+    /// many have conditions or append, and omap entries change from one value to the next.
+    #[must_use]
+    pub fn hot(pools: Vec<PoolName>) -> WorkloadOptions {
+        let (hot, cold, hot_percent, listings) = (2, 4, 95, 1);
+        WorkloadOptions { hot, cold, hot_percent, listings, has_bursts: true, ..WorkloadOptions::new(pools) }
     }
 }
 
@@ -72,10 +83,12 @@ pub struct SharedWorkload {
 }
 
 /// What a client knows about an object.
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Clone, Default)]
 struct LastSeen {
     version: u64,
     size: u64,
+    /// Omap entries; `None` for an entry that does not exist.
+    omap: BTreeMap<Bytes, Option<Bytes>>,
 }
 
 /// Chooses the requests of one client.
@@ -170,26 +183,54 @@ impl ClientWorkload {
         }
     }
 
-    /// Learns the version and size of an object from an answer.
+    /// Learns the version, the size and the omap of an object from an answer.
     pub fn learn(&mut self, request: &Request, outcome: &Outcome) {
         let Some(object) = request.object() else { return };
-        let known = match outcome {
-            Outcome::Changed(mutated) => LastSeen { version: mutated.version, size: mutated.size },
-            Outcome::Read(answer) => match (answer.version, answer.object_size) {
-                (Some(version), Some(size)) => LastSeen { version, size },
-                _ => return,
-            },
-            Outcome::Queried(answers) => match answers.first() {
-                Some(QueryAnswer::Stat(stat)) => LastSeen { version: stat.version, size: stat.size },
-                _ => return,
-            },
-            _ => return,
-        };
-        self.known.insert(object.clone(), known);
+        let known = self.known.entry(object.clone()).or_default();
+        match (request, outcome) {
+            (Request::Change(change), Outcome::Changed(mutated)) => {
+                (known.version, known.size) = (mutated.version, mutated.size);
+                for op in change.to_request().ops {
+                    match op {
+                        Mutation::OmapSet(entries) => {
+                            known.omap.extend(entries.into_iter().map(|(key, value)| (key, Some(value))));
+                        }
+                        Mutation::OmapRemove(keys) => {
+                            known.omap.extend(keys.into_iter().map(|key| (key, None)));
+                        }
+                        Mutation::OmapRemoveRange(..) | Mutation::OmapClear | Mutation::Remove => {
+                            known.omap.clear();
+                        }
+                        _ => {}
+                    }
+                }
+            }
+            (_, Outcome::Read(answer)) => {
+                if let (Some(version), Some(size)) = (answer.version, answer.object_size) {
+                    (known.version, known.size) = (version, size);
+                }
+            }
+            (Request::Query(query), Outcome::Queried(answers)) => {
+                for (op, answer) in query.ops.iter().zip(answers) {
+                    match (op, answer) {
+                        (_, QueryAnswer::Stat(stat)) => {
+                            (known.version, known.size) = (stat.version, stat.size);
+                        }
+                        (QueryOp::OmapGet(keys), QueryAnswer::Omap { entries, .. }) => {
+                            known.omap.extend(keys.iter().map(|key| (key.clone(), None)));
+                            let found = entries.iter().cloned();
+                            known.omap.extend(found.map(|(key, value)| (key, Some(value))));
+                        }
+                        _ => {}
+                    }
+                }
+            }
+            _ => {}
+        }
     }
 
     fn known(&self, object: &ObjectName) -> LastSeen {
-        self.known.get(object).copied().unwrap_or_default()
+        self.known.get(object).cloned().unwrap_or_default()
     }
 
     /// Returns a value that no other call writes.
@@ -207,10 +248,16 @@ impl ClientWorkload {
     }
 
     fn condition(&mut self, rng: &mut impl Rng, object: &ObjectName) -> Condition {
+        let known = self.known(object);
+        if self.workload.options.has_bursts && !known.omap.is_empty() && rng.random_bool(0.6) {
+            let number = rng.random_range(0..known.omap.len());
+            let entry = known.omap.into_iter().nth(number);
+            return entry.map(|(key, value)| Condition::Omap(key, value)).unwrap_or(Condition::Exists);
+        }
         match rng.random_range(0..10) {
             0..2 => Condition::Exists,
             2 => Condition::Absent,
-            3..8 => Condition::Version(self.known(object).version),
+            3..8 => Condition::Version(known.version),
             8 => Condition::Xattr(Self::key(rng), None),
             _ => Condition::Omap(Self::key(rng), None),
         }
@@ -224,7 +271,11 @@ impl ClientWorkload {
     ) -> ChangeCall {
         let mut size = self.known(&object).size;
         let mut change = ChangeCall::new(object.clone());
-        if rng.random_range(0..100) < 20 {
+        let has_bursts = self.workload.options.has_bursts;
+        if has_bursts && rng.random_range(0..100) < 30 {
+            return self.step(rng, change, new_fill);
+        }
+        if rng.random_range(0..100) < if has_bursts { 40 } else { 20 } {
             for _ in 0..rng.random_range(1..=3) {
                 let condition = self.condition(rng, &object);
                 change = change.when(condition);
@@ -285,8 +336,34 @@ impl ClientWorkload {
         change
     }
 
+    /// Returns a change of an omap entry from its last known value to the next one. Sometimes the change
+    /// also appends, so that it depends on the size of the object.
+    fn step<R: Rng>(
+        &mut self,
+        rng: &mut R,
+        change: ChangeCall,
+        new_fill: &mut impl FnMut(u64) -> Fill,
+    ) -> ChangeCall {
+        let key = Self::hot_key(rng);
+        let known = self.known(change.object()).omap.remove(&key);
+        let change = match known {
+            Some(value) => change.when(Condition::Omap(key.clone(), value)),
+            None => change,
+        };
+        let change = change.op(Mutation::OmapSet(vec![(key, self.value(rng))]));
+        match rng.random_bool(0.5) {
+            true => change.append(new_fill(rng.random_range(1..=6000))),
+            false => change,
+        }
+    }
+
+    /// Returns one of a few keys.
+    fn hot_key(rng: &mut impl Rng) -> Bytes {
+        format!("k{:02}", rng.random_range(0..3)).into()
+    }
+
     fn read(&mut self, rng: &mut impl Rng, object: ObjectName) -> RangeRead {
-        let LastSeen { version, size } = self.known(&object);
+        let LastSeen { version, size, .. } = self.known(&object);
         let if_version = (version > 0 && rng.random_range(0..100) < 10).then_some(version);
         match rng.random_range(0..10) {
             0..4 => RangeRead { if_version, ..RangeRead::whole(object) },

@@ -15,7 +15,7 @@ use base::mutant::Mutant;
 use clap::Parser;
 use sim::coverage::Coverage;
 use sim::output::line;
-use sim::plan::{FaultKind, SimulationPlan};
+use sim::plan::{FaultKind, PlanOptions, SimulationPlan};
 use sim::simulation::{Report, run};
 use tracing_subscriber::EnvFilter;
 
@@ -57,6 +57,9 @@ struct Arguments {
     /// Kinds of faults that do not occur, separated by commas.
     #[arg(long, value_delimiter = ',', value_name = "KIND")]
     off: Vec<FaultKind>,
+    /// Make the calls of all clients meet on few objects, in all simulations instead of a quarter of them.
+    #[arg(long)]
+    hot: bool,
     /// Inject only the faults with these numbers, as --minimize prints them. Without a number, inject
     /// no fault.
     #[arg(long, value_delimiter = ',', value_name = "NUMBER", num_args = 0.., conflicts_with_all = ["count", "minutes"])]
@@ -88,6 +91,12 @@ struct Arguments {
     /// Whether the batch looks for a failure that the planted bug causes.
     #[arg(skip)]
     is_hunt: bool,
+}
+
+impl Arguments {
+    fn plan_options(&self) -> PlanOptions {
+        PlanOptions { off: self.off.clone(), hot: self.hot }
+    }
 }
 
 /// Parses a duration in minutes.
@@ -146,7 +155,7 @@ fn main() -> ExitCode {
     let is_minimizing = arguments.minimize;
     let batch = SeedBatch::new(arguments);
     if let Some(only) = &batch.arguments.only {
-        let count = SimulationPlan::new(batch.first, &batch.arguments.off).faults.len();
+        let count = SimulationPlan::new(batch.first, &batch.arguments.plan_options()).faults.len();
         if let Some(number) = only.iter().find(|number| **number >= count) {
             return refuse(&format!(
                 "the plan of seed {} has no fault {number}: it has {count} faults, counted from 0 without the kinds in --off",
@@ -227,7 +236,7 @@ impl SeedBatch {
     }
 
     fn plan(&self, seed: u64) -> SimulationPlan {
-        let plan = SimulationPlan::new(seed, &self.arguments.off);
+        let plan = SimulationPlan::new(seed, &self.arguments.plan_options());
         match &self.arguments.only {
             Some(only) => plan.only(only),
             None => plan,
@@ -380,7 +389,7 @@ fn tell(plan: &SimulationPlan, report: &Report) {
 fn minimize(batch: &SeedBatch) -> ExitCode {
     base::mutant::plant(batch.arguments.mutant);
     let seed = batch.first;
-    let whole = SimulationPlan::new(seed, &batch.arguments.off);
+    let whole = SimulationPlan::new(seed, &batch.arguments.plan_options());
     let first = run(&batch.plan(seed), false);
     let Some(kind) = first.failure_kind() else {
         line(format_args!("seed {seed}: the node has kept its promises, so there is nothing to minimize"));

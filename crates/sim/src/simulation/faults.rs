@@ -58,6 +58,8 @@ impl Simulation {
             },
             Victim::Channel => self.trouble_channel(&planned).await,
             Victim::Coding => self.trouble_coding(&planned).await,
+            // The clients make their calls according to the plan.
+            Victim::Clients => {}
             Victim::Memory => {
                 // Half of the faults are so frequent that they hit data that is sent again, too.
                 let mut detail = StdRng::seed_from_u64(planned.detail);

@@ -3,14 +3,14 @@
 //! Transactions on one collection run in the order of their arrival. A read or query runs when no
 //! transaction that arrived before it on its collection, and that may change its result, is left. It
 //! does not wait for other transactions, which may wait for room in the log. A transaction that
-//! changes the object of an earlier read runs when the read has its metadata.
+//! changes the object of an earlier read or query runs when this call has its metadata.
 
 use std::collections::VecDeque;
 
 use base::collections::HashMap;
 
 use super::core::{CoreCall, Lack, PendingCall};
-use super::reads::{LoadingReads, Look};
+use super::reads::{LoadingLooks, Look};
 use super::view::Loaded;
 use crate::CollectionId;
 
@@ -24,7 +24,7 @@ pub(crate) struct CallQueues {
     runnable: VecDeque<u64>,
     /// The reads and queries that wait for a transaction, by the transaction's number.
     followers: HashMap<u64, Vec<u64>>,
-    reads: LoadingReads,
+    looks: LoadingLooks,
     /// Transactions that wait for room in the log, in their order. If the first of them needs more
     /// room than later transactions, the later transactions do not use up the room.
     log_queue: VecDeque<u64>,
@@ -73,8 +73,8 @@ impl CallQueues {
                 if let Some(transaction) = self.last_before(cid, look) {
                     self.followers.entry(transaction).or_default().push(op);
                     pending.waits_for = 1;
-                    if let Look::Read(range) = look {
-                        self.reads.insert(op, cid, &range.oid);
+                    if let Some(oid) = look.oid() {
+                        self.looks.insert(op, cid, oid);
                     }
                 }
             }
@@ -93,10 +93,7 @@ impl CallQueues {
 
     /// Returns the last queued transaction that may change the result of a read or query.
     fn last_before(&self, cid: &CollectionId, look: &Look) -> Option<u64> {
-        let oid = match look {
-            Look::Read(range) => Some(&range.oid),
-            Look::Query(query) => query.oid(),
-        };
+        let oid = look.oid();
         let queue = self.queues.get(cid)?;
         let may_change = |op: &u64| match (self.pending.get(op).map(|call| &call.call), oid) {
             (Some(CoreCall::Transaction(transaction, _)), Some(oid)) => transaction.changes(cid, oid),
@@ -125,11 +122,11 @@ impl CallQueues {
         !is_transaction || call.collections.iter().all(|cid| first(cid) == Some(&op))
     }
 
-    /// Whether a transaction must wait for an earlier read. It runs again when the read has its
+    /// Whether a transaction must wait for an earlier read or query. It runs again when this call has its
     /// metadata.
     fn is_held_up(&self, op: u64, call: &PendingCall) -> bool {
         match &call.call {
-            CoreCall::Transaction(transaction, _) => self.reads.hold_up(op, transaction, &call.collections),
+            CoreCall::Transaction(transaction, _) => self.looks.hold_up(op, transaction, &call.collections),
             _ => false,
         }
     }
@@ -139,11 +136,13 @@ impl CallQueues {
         self.runnable.push_back(op);
     }
 
-    /// Keeps a call that waits for loads. Transactions that change the object of a read then wait for
-    /// the read.
+    /// Keeps a call that waits for loads. Transactions that change the object of a read or query then wait
+    /// for it.
     pub(crate) fn wait_for_loads(&mut self, op: u64, call: PendingCall) {
-        if let CoreCall::Look(cid, Look::Read(range), _) = &call.call {
-            self.reads.insert(op, cid, &range.oid);
+        if let CoreCall::Look(cid, look, _) = &call.call
+            && let Some(oid) = look.oid()
+        {
+            self.looks.insert(op, cid, oid);
         }
         self.pending.insert(op, call);
     }
@@ -213,7 +212,7 @@ impl CallQueues {
 
     /// Records that a read or query on `cid` is no longer waiting.
     pub(crate) fn finished_look(&mut self, op: u64, cid: &CollectionId) {
-        if self.reads.remove(op, cid) {
+        if self.looks.remove(op, cid) {
             self.run_first(cid);
         }
     }
@@ -400,7 +399,7 @@ mod tests {
                 queues.run_log_queue();
             }
             prop_assert!(queues.is_empty() && queues.queues.is_empty() && queues.followers.is_empty());
-            prop_assert!(queues.reads.is_empty() && !queues.is_starved(), "{queues:?}");
+            prop_assert!(queues.looks.is_empty() && !queues.is_starved(), "{queues:?}");
             for (at, later) in order.iter().enumerate() {
                 for earlier in order[at..].iter().filter(|earlier| *earlier < later) {
                     // Call `later` has overtaken call `earlier`.
@@ -408,8 +407,8 @@ mod tests {
                     let share = first.collections().iter().any(|c| second.collections().contains(c));
                     prop_assert!(!share, "transaction {} before {}", later, earlier);
                     prop_assert!(!first.is_transaction() || second.is_transaction() || !first.may_change(second));
-                    let is_read = matches!(first, TestCall::Read(..));
-                    prop_assert!(!is_read || !second.is_transaction() || !second.may_change(first));
+                    let is_look = matches!(first, TestCall::Read(..) | TestCall::Stat(..));
+                    prop_assert!(!is_look || !second.is_transaction() || !second.may_change(first));
                 }
             }
         }

@@ -26,6 +26,16 @@ pub(crate) enum Look {
     Query(MetadataQuery),
 }
 
+impl Look {
+    /// The object that the call concerns; `None` for a query about a collection.
+    pub(crate) fn oid(&self) -> Option<&ObjectId> {
+        match self {
+            Look::Read(range) => Some(&range.oid),
+            Look::Query(query) => query.oid(),
+        }
+    }
+}
+
 /// A read that waits for requests to the drive.
 #[derive(Debug)]
 pub(super) struct PendingRead {
@@ -42,43 +52,43 @@ pub(super) struct PendingRead {
     pub(super) failed: Option<StoreError>,
 }
 
-/// The reads that wait for an earlier transaction or for metadata. A later transaction that changes
-/// the object of such a read waits for the read, because the read must not see the transaction.
-/// Other transactions do not wait.
+/// The reads and queries of objects that wait for an earlier transaction or for metadata. A later
+/// transaction that changes the object of such a call waits for the call, because the call must not see
+/// the transaction. Other transactions do not wait.
 #[derive(Debug, Default)]
-pub(crate) struct LoadingReads {
-    /// Call numbers and objects of the reads, by collection.
-    reads: HashMap<CollectionId, Vec<(u64, ObjectId)>>,
+pub(crate) struct LoadingLooks {
+    /// Call numbers and objects, by collection.
+    looks: HashMap<CollectionId, Vec<(u64, ObjectId)>>,
 }
 
-impl LoadingReads {
+impl LoadingLooks {
     #[cfg(test)]
     pub(crate) fn is_empty(&self) -> bool {
-        self.reads.is_empty()
+        self.looks.is_empty()
     }
 
     pub(crate) fn insert(&mut self, op: u64, cid: &CollectionId, oid: &ObjectId) {
-        self.reads.entry(cid.clone()).or_default().push((op, oid.clone()));
+        self.looks.entry(cid.clone()).or_default().push((op, oid.clone()));
     }
 
-    /// Removes a read. Returns whether it was there.
+    /// Removes a read or query. Returns whether it was there.
     pub(crate) fn remove(&mut self, op: u64, cid: &CollectionId) -> bool {
-        let Some(reads) = self.reads.get_mut(cid) else { return false };
-        let Some(at) = reads.iter().position(|(read, _)| *read == op) else { return false };
-        reads.swap_remove(at);
-        if reads.is_empty() {
-            self.reads.remove(cid);
+        let Some(looks) = self.looks.get_mut(cid) else { return false };
+        let Some(at) = looks.iter().position(|(look, _)| *look == op) else { return false };
+        looks.swap_remove(at);
+        if looks.is_empty() {
+            self.looks.remove(cid);
         }
         true
     }
 
-    /// Whether transaction `op` on these collections must wait for an earlier read.
+    /// Whether transaction `op` on these collections must wait for an earlier read or query.
     pub(crate) fn hold_up(&self, op: u64, transaction: &Transaction, collections: &[CollectionId]) -> bool {
-        !self.reads.is_empty()
+        !self.looks.is_empty()
             && collections.iter().any(|cid| {
-                let reads = self.reads.get(cid);
-                reads.is_some_and(|reads| {
-                    reads.iter().any(|(read, oid)| *read < op && transaction.changes(cid, oid))
+                let looks = self.looks.get(cid);
+                looks.is_some_and(|looks| {
+                    looks.iter().any(|(look, oid)| *look < op && transaction.changes(cid, oid))
                 })
             })
     }

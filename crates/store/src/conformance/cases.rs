@@ -283,7 +283,9 @@ async fn requests_of_a_collection_execute_in_the_order_of_submission(store: Stor
         pending.push(store.queue_transaction(one(&c, write(&o, i * 1000, pattern(i, 1500)))));
     }
     let read = store.read(&c, &o, 0, 1 << 20, None);
-    let after = store.queue_transaction(one(&c, Op::Truncate { oid: o.clone(), size: 0 }));
+    let (stat, xattrs) = (store.stat(&c, &o), store.get_xattrs(&c, &o));
+    let xattr = Op::SetXattrs { oid: o.clone(), xattrs: vec![("k".into(), "v".into())] };
+    let after = store.queue_transaction(one(&c, Op::Truncate { oid: o.clone(), size: 0 }).with(xattr));
     let mut model = vec![0; 50_500];
     for i in 0..50u64 {
         model[i as usize * 1000..][..1500].copy_from_slice(&pattern(i, 1500));
@@ -292,6 +294,8 @@ async fn requests_of_a_collection_execute_in_the_order_of_submission(store: Stor
     let read = read.await.unwrap();
     read.verify().unwrap();
     assert_eq!(read.contiguous(), model, "a read sees exactly the transactions queued before it");
+    let seen = (stat.await.unwrap().size, xattrs.await.unwrap());
+    assert_eq!(seen, (50_500, Vec::new()), "so do queries of an object");
     for commit in pending.into_iter().rev() {
         commit.await.unwrap();
     }
