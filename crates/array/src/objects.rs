@@ -43,6 +43,9 @@ impl Known {
     }
 }
 
+/// Exclusive lock of an object.
+pub(crate) type ObjectLock = OwnedRwLockWriteGuard<Known>;
+
 /// The lock and the cached size of each of a group's objects.
 #[derive(Default)]
 pub(crate) struct Objects(RefCell<HashMap<ObjectId, Arc<RwLock<Known>>>>);
@@ -54,7 +57,7 @@ impl Objects {
     }
 
     /// Locks an object to change it.
-    pub(crate) async fn exclusive(&self, oid: &ObjectId) -> OwnedRwLockWriteGuard<Known> {
+    pub(crate) async fn exclusive(&self, oid: &ObjectId) -> ObjectLock {
         self.object(oid).write_owned().await
     }
 

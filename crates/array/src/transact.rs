@@ -10,6 +10,7 @@ use crate::group::Group;
 use crate::intents::{Intents, UndoObjects};
 use crate::interval::{Interval, over};
 use crate::member_link::{MemberLink, is_refusal};
+use crate::objects::ObjectLock;
 use crate::read::WholeObject;
 use crate::record::{
     ChangeId, Intent, Touched, Undo, encode, key_dirty, key_intent, key_trimmed, own_object, undo_object,
@@ -44,8 +45,12 @@ impl Group {
         if transaction.ops.is_empty() {
             return Ok(());
         }
+        // The locks come before the gate, so that later reads of these objects wait for the transaction
+        // while the gate is closed.
+        let locked = self.lock(&transaction).await;
         let _open = self.gate.read().await;
-        let mut work = self.lock(&interval, &transaction).await?;
+        self.still(&interval)?;
+        let mut work = self.edits(&interval, &transaction, locked).await?;
         if let Err(e) = apply(self, &transaction, &interval, &mut work) {
             // The ops may contradict the object only because it has not the state that the guards demand.
             return Err(self.failed_guard(&interval, &work).await?.unwrap_or(e));
@@ -75,13 +80,9 @@ impl Group {
         self.intents.borrow().undo_objects()
     }
 
-    /// Locks the objects that the transaction changes, in the order of their ids, and reads their
-    /// sizes.
-    async fn lock(
-        &self,
-        interval: &Rc<Interval>,
-        transaction: &Transaction,
-    ) -> store::Result<Vec<ObjectEdit>> {
+    /// Locks the objects that the transaction changes, in the order of their ids. An object of which only
+    /// the omap changes gets no lock.
+    async fn lock(&self, transaction: &Transaction) -> Vec<(ObjectId, Option<ObjectLock>)> {
         let mut oids: Vec<&ObjectId> = Vec::new();
         for oid in transaction.ops.iter().filter_map(object_of) {
             if !oids.contains(&oid) {
@@ -89,26 +90,41 @@ impl Group {
             }
         }
         oids.sort();
-        let mut work = Vec::with_capacity(oids.len());
+        let mut locked = Vec::with_capacity(oids.len());
         for oid in oids {
-            let mut own = transaction.ops.iter().filter(|op| object_of(op) == Some(oid)).peekable();
-            // A transaction that creates an object need not check whether the object exists: the
-            // members refuse to create an object twice. This works only if the exclusive creation
-            // reaches the members. A removal in the same transaction would cancel the creation.
-            let removes = own.clone().any(|op| matches!(op, Op::Remove { .. }));
-            let exclusive = matches!(own.peek(), Some(Op::CreateExclusive { .. })) && !removes;
-            let (mut guard, mut was) = (None, None);
-            if !own.all(is_omap_only) {
-                let locked = self.objects.exclusive(oid).await;
-                self.still(interval)?;
-                was = match locked.get(interval) {
-                    None if exclusive && self.rebuilding.borrow().is_none() => None,
-                    _ => self.size(interval, oid, &locked).await?,
+            let lock = match ops_on(transaction, oid).all(is_omap_only) {
+                true => None,
+                false => Some(self.objects.exclusive(oid).await),
+            };
+            locked.push((oid.clone(), lock));
+        }
+        locked
+    }
+
+    /// Begins the edits of locked objects. Reads the sizes of the objects.
+    async fn edits(
+        &self,
+        interval: &Rc<Interval>,
+        transaction: &Transaction,
+        locked: Vec<(ObjectId, Option<ObjectLock>)>,
+    ) -> store::Result<Vec<ObjectEdit>> {
+        let mut work = Vec::with_capacity(locked.len());
+        for (oid, lock) in locked {
+            let mut was = None;
+            if let Some(lock) = &lock {
+                // A transaction that creates an object need not check whether the object exists: the
+                // members refuse to create an object twice. This works only if the exclusive creation
+                // reaches the members. A removal in the same transaction would cancel the creation.
+                let mut own = ops_on(transaction, &oid);
+                let creates = matches!(own.next(), Some(Op::CreateExclusive { .. }))
+                    && !own.any(|op| matches!(op, Op::Remove { .. }));
+                was = match lock.get(interval) {
+                    None if creates && self.rebuilding.borrow().is_none() => None,
+                    _ => self.size(interval, &oid, lock).await?,
                 };
-                self.repair_before_change(interval, oid).await;
-                guard = Some(locked);
+                self.repair_before_change(interval, &oid).await;
             }
-            work.push(ObjectEdit::new(self, interval, oid, guard, was));
+            work.push(ObjectEdit::new(self, interval, &oid, lock, was));
         }
         Ok(work)
     }
@@ -343,6 +359,11 @@ impl Group {
             }
         }
     }
+}
+
+/// Returns the ops of a transaction on one object.
+fn ops_on<'a>(transaction: &'a Transaction, oid: &ObjectId) -> impl Iterator<Item = &'a Op> {
+    transaction.ops.iter().filter(move |op| object_of(op) == Some(oid))
 }
 
 /// Applies each op of a transaction, in order, to the edit of the op's object.
