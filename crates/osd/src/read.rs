@@ -97,7 +97,10 @@ impl ObjectRead<'_> {
             let sent = end.min(info.size).saturating_sub(start);
             let body = ObjectReply::Read { version: info.version, object_size: info.size, sent };
             if let (Some(sink), true) = (&self.read.sink, first.len < sent) {
-                self.push_all(sink, first, start + sent).await?;
+                match self.push_all(sink, first, start + sent).await {
+                    Err(Fail::Withdrawn) => continue,
+                    pushed => pushed?,
+                }
                 return Ok((body, Payload::default()));
             }
             debug_assert_eq!(first.len, sent, "a read without a sink has only one segment");
@@ -132,22 +135,32 @@ impl ObjectRead<'_> {
     }
 
     /// Pushes the first segment and all later segments up to `end`, several segments at a time.
+    ///
+    /// # Errors
+    /// [`Fail::Withdrawn`] if a segment shows a change that has failed.
     async fn push_all(&self, sink: &BulkDescriptor, first: Begun<'_>, end: u64) -> StepResult<()> {
         let (start, version) = (first.at, first.info.version);
         let step = self.step();
         let mut at = start + first.len;
         let mut segments = FuturesUnordered::new();
         segments.push(Either::Left(async { self.push(sink, 0, self.finish_first(first).await?).await }));
+        let mut failed = None;
         loop {
-            if segments.len() < self.osd.config.segments_in_flight() && at < end {
+            if segments.len() < self.osd.config.segments_in_flight() && at < end && failed.is_none() {
                 let len = step.min(end - at);
                 segments.push(Either::Right(self.move_segment(sink, start, at, len, version)));
                 at += len;
                 continue;
             }
             match segments.next().await {
+                // The caller reads again. No push may be in progress then.
+                Some(Err(Fail::Withdrawn)) => failed = Some(Fail::Withdrawn),
+                // The version may be gone because its change has failed. Then the first segment fails, too.
+                Some(Err(changed @ Fail::Refused(Error::Changed { .. }))) => {
+                    failed = failed.or(Some(changed))
+                }
                 Some(moved) => moved?,
-                None => return Ok(()),
+                None => return failed.map_or(Ok(()), Err),
             }
         }
     }
@@ -182,7 +195,6 @@ impl ObjectRead<'_> {
                 self.place.pg.backing.lost(incarnation);
                 self.segment(at, len, info.version).await
             }
-            Err(Fail::Withdrawn) => self.segment(at, len, info.version).await,
             outcome => outcome,
         }
     }
@@ -208,11 +220,22 @@ impl ObjectRead<'_> {
         Ok(self.request.connection.bulk_write(sink, at, payload, timeout).await?)
     }
 
+    /// Reads a segment of the given version.
+    ///
+    /// # Errors
+    /// [`Fail::Withdrawn`] if the change with this version has failed.
     async fn segment(&self, at: u64, len: u64, version: u64) -> StepResult<Payload> {
         let range = at..at + len;
-        let attempt =
-            async || self.finish(self.begin(at, len, range.clone(), len, Some(version)).await?).await;
-        patiently(&self.place, self.patience(), attempt).await
+        let attempt = async || {
+            let segment =
+                async { self.finish(self.begin(at, len, range.clone(), len, Some(version)).await?).await };
+            match segment.await {
+                // No other attempt can find this version any more.
+                Err(Fail::Withdrawn) => Ok(None),
+                segment => segment.map(Some),
+            }
+        };
+        patiently(&self.place, self.patience(), attempt).await?.ok_or(Fail::Withdrawn)
     }
 
     /// Waits for a turn on the object, and then requests a segment of up to `segment` bytes from

@@ -42,7 +42,7 @@ impl OsdMeasurement {
     /// Returns the difference of two status answers. `None` if the osd was restarted in between.
     pub fn between(before: &NodeStatus, after: &NodeStatus, workload: Workload) -> Option<OsdMeasurement> {
         let kind = |status: &NodeStatus| match workload {
-            Workload::Write | Workload::Randwrite => Some(status.times.write),
+            Workload::Write | Workload::Randwrite | Workload::Omap => Some(status.times.write),
             Workload::Read | Workload::Randread => Some(status.times.read),
             Workload::Randrw => combined(&status.times.read, &status.times.write, u64::checked_add),
         };

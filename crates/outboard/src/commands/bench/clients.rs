@@ -136,7 +136,7 @@ pub async fn measure(
     mut others: FurtherClients,
 ) -> Result<BenchReport> {
     let load = ClientLoad::new(client, shared, 0)?;
-    if args.workload != Workload::Write {
+    if args.workload != Workload::Write || args.block_size.is_some() {
         load.prepare().await?;
     }
     others.ready().await?;

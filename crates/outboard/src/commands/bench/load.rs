@@ -13,6 +13,7 @@ use rand::rngs::SmallRng;
 use rand::{Rng, RngCore, SeedableRng};
 use tokio::sync::watch;
 
+use super::entries::{self, EntryWorker};
 use super::record::OpRecord;
 use super::schedule::Schedule;
 use super::{BenchArgs, Workload, session};
@@ -59,7 +60,10 @@ enum NextStep {
 pub struct SharedLoad {
     pool: String,
     workload: Workload,
+    /// Size of an object; of a value in the workload `omap`.
     size: usize,
+    /// Number of bytes that an operation reads or writes; a divisor of `size`.
+    block: usize,
     objects: u64,
     /// Share of reads among the operations.
     reads: f64,
@@ -97,6 +101,8 @@ pub struct LoadResult {
 pub struct ClientLoad {
     shared: Arc<SharedLoad>,
     pool: Pool,
+    /// Number of the client.
+    number: u32,
     rng: RefCell<SmallRng>,
     reads: RefCell<OpRecord>,
     writes: RefCell<OpRecord>,
@@ -120,10 +126,11 @@ impl SharedLoad {
             pool: args.pool.clone(),
             workload: args.workload,
             size,
+            block: usize::try_from(args.block_bytes()).doing("reading --block-size")?,
             objects: args.object_count(),
             reads: match args.workload {
                 Workload::Read | Workload::Randread => 1.0,
-                Workload::Write | Workload::Randwrite => 0.0,
+                Workload::Write | Workload::Randwrite | Workload::Omap => 0.0,
                 Workload::Randrw => f64::from(args.reads) / 100.0,
             },
             noise: noise.into(),
@@ -152,6 +159,12 @@ impl SharedLoad {
     /// Returns whether [`SharedLoad::stop`] ended a measurement early that started at `start`.
     pub fn is_stopped_early(&self, start: Instant) -> bool {
         self.measured(start) < self.duration
+    }
+
+    /// Returns `len` bytes of random data. Different numbers usually get different data.
+    fn noise(&self, number: u64, len: usize) -> Bytes {
+        let shift = (number as usize).wrapping_mul(4099) % NOISE_SHIFT;
+        self.noise.slice(shift..shift + len)
     }
 
     fn name(&self, index: u64) -> String {
@@ -197,6 +210,7 @@ impl ClientLoad {
         Ok(ClientLoad {
             pool: session::pool(client, &shared.pool)?,
             shared: Arc::clone(shared),
+            number,
             rng: RefCell::new(SmallRng::seed_from_u64(u64::from(number))),
             reads: RefCell::new(OpRecord::new()?),
             writes: RefCell::new(OpRecord::new()?),
@@ -213,6 +227,9 @@ impl ClientLoad {
     /// If a listing or a write fails.
     pub async fn prepare(&self) -> Result<()> {
         let doing = "preparing the objects";
+        if self.shared.workload == Workload::Omap {
+            return entries::prepare(&self.pool, self.shared.objects).await.doing(doing);
+        }
         let (size, count) = (self.shared.size, self.shared.objects);
         let prefix = self.shared.prefix();
         let mut there = vec![false; usize::try_from(count).doing("reading --objects")?];
@@ -241,7 +258,7 @@ impl ClientLoad {
 
     /// Runs the client's part of the load from `start` on, with `in_flight` operations in flight.
     pub async fn run(self, start: Instant, in_flight: u32) -> LoadResult {
-        join_all((0..in_flight).map(|_| self.work(start))).await;
+        join_all((0..in_flight).map(|lane| self.work(start, lane))).await;
         let ended = Some(Instant::now());
         self.record_rest(self.shared.measured(start));
         LoadResult {
@@ -254,7 +271,33 @@ impl ClientLoad {
         }
     }
 
-    async fn work(&self, start: Instant) {
+    /// Executes operations one after another. `lane` is the number of the worker in its client.
+    async fn work(&self, start: Instant, lane: u32) {
+        let of_omap = self.shared.workload == Workload::Omap;
+        let mut entries = of_omap.then(|| {
+            let worker = format!("{}-{lane}", self.number);
+            EntryWorker::new(
+                self.pool.clone(),
+                &worker,
+                self.shared.objects,
+                self.shared.noise(0, self.shared.size),
+            )
+        });
+        self.operate(start, entries.as_mut()).await;
+        if let Some(entries) = entries
+            && let Err(e) = entries.check().await
+        {
+            self.failed(e.to_string());
+        }
+    }
+
+    /// Records that an operation or a check has failed.
+    fn failed(&self, why: String) {
+        self.errors.set(self.errors.get() + 1);
+        self.first_error.borrow_mut().get_or_insert(why);
+    }
+
+    async fn operate(&self, start: Instant, mut entries: Option<&mut EntryWorker>) {
         let mut stopped = self.shared.stopped.subscribe();
         loop {
             let (kind, due) = match self.next_step(start, &mut stopped).await {
@@ -266,17 +309,20 @@ impl ClientLoad {
                 }
                 NextStep::End => return,
             };
-            match self.operation(kind).await {
+            let outcome = match &mut entries {
+                Some(entries) => entries.change(&self.rng).await,
+                None => self.operation(kind).await,
+            };
+            match outcome {
                 Ok(()) => {
                     let now = Instant::now();
                     self.record(kind).borrow_mut().complete(now - start, now - due);
                 }
                 Err(e) => {
-                    self.errors.set(self.errors.get() + 1);
+                    self.failed(e.to_string());
                     if self.shared.schedule.is_some() {
                         self.record(kind).borrow_mut().without_success(due.elapsed(), 1);
                     }
-                    self.first_error.borrow_mut().get_or_insert_with(|| e.to_string());
                     // Operations on a node that is down fail at once, so pause before the next
                     // operation.
                     tokio::time::sleep(Duration::from_millis(10)).await;
@@ -349,22 +395,26 @@ impl ClientLoad {
     }
 
     async fn operation(&self, kind: OpKind) -> client::Result<()> {
-        let objects = self.shared.objects;
-        let index = match self.shared.workload {
-            Workload::Write | Workload::Read => self.shared.next.fetch_add(1, Ordering::Relaxed) % objects,
-            Workload::Randread | Workload::Randwrite | Workload::Randrw => {
-                self.rng.borrow_mut().random_range(0..objects)
+        let blocks = (self.shared.size / self.shared.block) as u64;
+        let count = self.shared.objects * blocks;
+        let number = match self.shared.workload {
+            Workload::Write | Workload::Read => self.shared.next.fetch_add(1, Ordering::Relaxed) % count,
+            Workload::Randread | Workload::Randwrite | Workload::Randrw | Workload::Omap => {
+                self.rng.borrow_mut().random_range(0..count)
             }
         };
+        let (index, offset) = (number / blocks, number % blocks * self.shared.block as u64);
         match kind {
+            OpKind::Write if blocks > 1 => self.write_block(index, offset).await,
             OpKind::Write => self.write(index).await,
-            OpKind::Read => self.read(index).await,
+            OpKind::Read if blocks > 1 => self.read(index, offset, self.shared.block as u64).await,
+            OpKind::Read => self.read(index, 0, u64::MAX).await,
         }
     }
 
-    async fn read(&self, index: u64) -> client::Result<()> {
-        let mut reader = self.pool.object(&self.shared.name(index))?.read_stream(0, u64::MAX);
-        let (mut found, size) = (0, self.shared.size);
+    async fn read(&self, index: u64, offset: u64, len: u64) -> client::Result<()> {
+        let mut reader = self.pool.object(&self.shared.name(index))?.read_stream(offset, len);
+        let (mut found, size) = (0, self.shared.block);
         while let Some(chunk) = reader.next().await? {
             found += chunk.len();
         }
@@ -375,9 +425,13 @@ impl ClientLoad {
     }
 
     async fn write(&self, index: u64) -> client::Result<()> {
-        let shift = (index as usize).wrapping_mul(4099) % NOISE_SHIFT;
-        let data = self.shared.noise.slice(shift..shift + self.shared.size);
+        let data = self.shared.noise(index, self.shared.size);
         self.pool.object(&self.shared.name(index))?.put(data).await.map(|_| ())
+    }
+
+    async fn write_block(&self, index: u64, offset: u64) -> client::Result<()> {
+        let data = self.shared.noise(index + offset, self.shared.block);
+        self.pool.object(&self.shared.name(index))?.write(offset, data).await.map(|_| ())
     }
 }
 

@@ -4,6 +4,7 @@
 mod accounting;
 mod breakdown;
 mod clients;
+mod entries;
 mod load;
 mod record;
 mod report;
@@ -20,6 +21,7 @@ use crate::args::NodeArgs;
 use crate::output;
 use node::failure::{Failure, Result};
 use node::units::ByteSize;
+use wire::limits::MAX_OMAP_VALUE;
 
 /// Exit status after Ctrl-C during the measurement. A shell reports the same status for a command that
 /// SIGINT has ended.
@@ -39,12 +41,22 @@ pub enum Workload {
     Randwrite,
     /// Read and write whole objects in random order
     Randrw,
+    /// Change entries of the objects' omaps, each on condition of its old value
+    Omap,
 }
 
 /// Measure throughput, latency and CPU per operation
 ///
 /// Keeps a fixed number of operations in flight for the given time. The objects are called
 /// bench-SIZE-N. All workloads except write first write the objects that are missing.
+///
+/// With --block-size, each operation reads or writes one block of this size inside an object, instead
+/// of a whole object. With --objects 1, all operations meet on one object.
+///
+/// The workload omap changes entries of the objects bench-omap-N. Each operation has the condition that
+/// the entry still has the value of the last operation on it, and --object-size is the size of a value.
+/// At the end, this program checks that the entries have their last values, so that each change has
+/// taken effect exactly once.
 ///
 /// With --rate, operations are due at equal intervals. The latency of an operation counts from the
 /// moment at which it is due, also if too many earlier operations are in flight. The latency thus
@@ -80,6 +92,8 @@ pub enum Workload {
 #[command(after_help = "Examples:\n  \
     outboard bench write --pool p --object-size 4MiB --in-flight 16 --seconds 10\n  \
     outboard bench randread --pool p --object-size 4KiB --in-flight 16 --seconds 10 --json\n  \
+    outboard bench randwrite --pool p --block-size 4KiB --objects 1\n  \
+    outboard bench omap --pool p --object-size 100B --objects 1\n  \
     outboard bench randrw --reads 70 --pool p --object-size 4KiB --objects 1000000 --rate 5000")]
 pub struct BenchArgs {
     /// Operation to measure
@@ -91,6 +105,9 @@ pub struct BenchArgs {
     /// Size of each object
     #[arg(long, default_value = "4MiB", value_name = "S")]
     pub object_size: ByteSize,
+    /// Size of the block that an operation reads or writes [default: the whole object]
+    #[arg(long, value_name = "S")]
+    pub block_size: Option<ByteSize>,
     /// Number of operations in flight, over all clients
     #[arg(long, default_value_t = 16, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=512))]
     pub in_flight: u32,
@@ -122,6 +139,11 @@ impl BenchArgs {
         self.objects.unwrap_or_else(|| ((1 << 30) / self.object_size.0.max(1)).clamp(64, 16_384))
     }
 
+    /// Number of bytes that one operation reads or writes.
+    fn block_bytes(&self) -> u64 {
+        self.block_size.unwrap_or(self.object_size).0
+    }
+
     fn duration(&self) -> Duration {
         Duration::from_secs(u64::from(self.seconds))
     }
@@ -136,6 +158,24 @@ impl BenchArgs {
             return Err(Failure::usage(
                 "measuring",
                 "objects above 128 MiB are striped; choose a smaller --object-size",
+            ));
+        }
+        let block = self.block_bytes();
+        if block == 0 || !self.object_size.0.is_multiple_of(block) {
+            return Err(Failure::usage(
+                "measuring",
+                format!(
+                    "objects of {} bytes do not consist of blocks of {block} bytes; choose another --block-size",
+                    self.object_size.0
+                ),
+            ));
+        }
+        if self.workload == Workload::Omap && (self.block_size.is_some() || block > MAX_OMAP_VALUE as u64) {
+            return Err(Failure::usage(
+                "measuring",
+                format!(
+                    "values of an omap have at most {MAX_OMAP_VALUE} bytes; choose a smaller --object-size, without --block-size"
+                ),
             ));
         }
         if self.clients > self.in_flight {
@@ -186,6 +226,7 @@ impl BenchArgs {
             workload,
             pool: "p".to_owned(),
             object_size: ByteSize(4096),
+            block_size: None,
             in_flight: 1,
             seconds: 1,
             objects: Some(10),

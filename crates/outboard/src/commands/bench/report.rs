@@ -23,6 +23,8 @@ use node::units::ByteSize;
 pub struct BenchReport {
     pub workload: Workload,
     pub object_size: u64,
+    /// Number of bytes that one operation reads or writes.
+    pub block_size: u64,
     pub in_flight: u32,
     pub clients: u32,
     /// Number of objects.
@@ -178,6 +180,7 @@ impl BenchReport {
         Ok(BenchReport {
             workload: args.workload,
             object_size: args.object_size.0,
+            block_size: args.block_bytes(),
             in_flight: args.in_flight,
             clients: args.clients,
             objects: args.object_count(),
@@ -187,7 +190,7 @@ impl BenchReport {
             interrupted,
             ops,
             errors: load.errors,
-            mb_per_s: ops as f64 * args.object_size.0 as f64 / seconds / 1e6,
+            mb_per_s: ops as f64 * args.block_bytes() as f64 / seconds / 1e6,
             iops: ops as f64 / seconds,
             not_started: args.rate.map(|_| load.not_started),
             over_time: OverTime::of(&all, measured),
@@ -219,7 +222,11 @@ impl fmt::Display for Latency {
 
 impl fmt::Display for BenchReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:?} of {}, {} in flight", self.workload, ByteSize(self.object_size), self.in_flight)?;
+        write!(f, "{:?} of {}", self.workload, ByteSize(self.block_size))?;
+        if self.block_size < self.object_size {
+            write!(f, " in objects of {}", ByteSize(self.object_size))?;
+        }
+        write!(f, ", {} in flight", self.in_flight)?;
         if self.clients > 1 {
             write!(f, " of {} clients", self.clients)?;
         }
