@@ -26,16 +26,16 @@ use crate::object::ObjectInfo;
 
 /// The bytes of an object that a change may modify.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Footprint {
+pub(crate) enum ModifiedRange {
     /// No bytes: the change modifies only metadata.
     Nothing,
     /// Bytes of this range. A change that makes the object longer modifies all bytes after the old end.
-    Range(Range<u64>),
+    Bytes(Range<u64>),
     /// Any bytes, or the existence of the object.
     All,
 }
 
-impl Footprint {
+impl ModifiedRange {
     /// Returns the bytes that the ops of a transaction modify of the object `oid`, whose state before the
     /// transaction is `before` and after it is `after`; `None` if the object does not exist.
     pub(crate) fn of(
@@ -43,10 +43,10 @@ impl Footprint {
         ops: &[Op],
         before: Option<&ObjectInfo>,
         after: Option<&ObjectInfo>,
-    ) -> Footprint {
-        let (Some(before), Some(after)) = (before, after) else { return Footprint::All };
+    ) -> ModifiedRange {
+        let (Some(before), Some(after)) = (before, after) else { return ModifiedRange::All };
         if before.manifest != after.manifest {
-            return Footprint::All;
+            return ModifiedRange::All;
         }
         let mut modified: Option<Range<u64>> = None;
         for op in ops {
@@ -63,26 +63,26 @@ impl Footprint {
             }
         }
         match modified {
-            Some(all) if all == (0..u64::MAX) => Footprint::All,
+            Some(all) if all == (0..u64::MAX) => ModifiedRange::All,
             Some(range) if range.end > before.size => {
-                Footprint::Range(block::align_down(range.start.min(before.size))..u64::MAX)
+                ModifiedRange::Bytes(block::align_down(range.start.min(before.size))..u64::MAX)
             }
             Some(range) if range.start < range.end => {
                 let end = block::align_up(range.end).unwrap_or(u64::MAX);
-                Footprint::Range(block::align_down(range.start)..end)
+                ModifiedRange::Bytes(block::align_down(range.start)..end)
             }
-            _ => Footprint::Nothing,
+            _ => ModifiedRange::Nothing,
         }
     }
 
     /// Whether the change may modify bytes of `range`. An empty range counts as one byte.
     fn overlaps(&self, range: &Range<u64>) -> bool {
         match self {
-            Footprint::Nothing => false,
-            Footprint::Range(modified) => {
+            ModifiedRange::Nothing => false,
+            ModifiedRange::Bytes(modified) => {
                 modified.start < range.end.max(range.start.saturating_add(1)) && range.start < modified.end
             }
-            Footprint::All => true,
+            ModifiedRange::All => true,
         }
     }
 }
@@ -99,7 +99,7 @@ struct ChainLink {
     /// Incarnation of the store in which the change was queued.
     incarnation: u64,
     epoch: u64,
-    footprint: Footprint,
+    modified: ModifiedRange,
     /// State of the object after the change; `None` if the change removes the object.
     after: Option<ObjectInfo>,
 }
@@ -161,7 +161,7 @@ impl ChangeChain {
         wanted: Option<u64>,
     ) -> Option<(Option<ObjectInfo>, ChainPosition)> {
         let has_version = |link: &&ChainLink| wanted.is_some() && link.after.map(|i| i.version) == wanted;
-        let overlapping = self.pending.iter().rposition(|link| link.footprint.overlaps(range));
+        let overlapping = self.pending.iter().rposition(|link| link.modified.overlaps(range));
         let later = self.pending.range(overlapping.map_or(0, |index| index + 1)..);
         let seen = later.rev().find(has_version).or_else(|| self.pending.get(overlapping?));
         let (known, position) = match seen {
@@ -191,14 +191,14 @@ impl ChangeChain {
     pub(crate) fn push(
         &mut self,
         incarnation: u64,
-        footprint: Footprint,
+        modified: ModifiedRange,
         after: Option<ObjectInfo>,
     ) -> ChainPosition {
         assert!(!self.is_broken(incarnation), "a change was computed from changes that will fail");
         let position = ChainPosition(self.last.0 + 1);
         self.last = position;
         let epoch = self.epoch;
-        self.pending.push_back(ChainLink { position, incarnation, epoch, footprint, after });
+        self.pending.push_back(ChainLink { position, incarnation, epoch, modified, after });
         position
     }
 
@@ -259,35 +259,43 @@ mod tests {
     }
 
     #[test]
-    fn the_footprint_of_a_transaction_covers_all_bytes_that_it_may_modify() {
+    fn the_modified_range_of_a_transaction_covers_all_bytes_that_it_may_modify() {
         let of = |ops: &[Op], before: u64, after: u64| {
-            Footprint::of(&oid(), ops, Some(&info(1, before)), Some(&info(2, after)))
+            ModifiedRange::of(&oid(), ops, Some(&info(1, before)), Some(&info(2, after)))
         };
         let (size, b) = (100 * BLOCK, BLOCK);
-        assert_eq!(of(&[], size, size), Footprint::Nothing);
-        assert_eq!(of(&[write(b, b)], size, size), Footprint::Range(b..2 * b));
-        assert_eq!(of(&[write(b, b), write(5 * b, b)], size, size), Footprint::Range(b..6 * b));
+        assert_eq!(of(&[], size, size), ModifiedRange::Nothing);
+        assert_eq!(of(&[write(b, b)], size, size), ModifiedRange::Bytes(b..2 * b));
+        assert_eq!(of(&[write(b, b), write(5 * b, b)], size, size), ModifiedRange::Bytes(b..6 * b));
         let zero = Op::Zero { oid: oid(), offset: b, len: 2 * b };
-        assert_eq!(of(&[zero], size, size), Footprint::Range(b..3 * b));
-        assert_eq!(of(&[write(size, 10)], size, size + 10), Footprint::Range(size..u64::MAX), "an append");
-        assert_eq!(of(&[write(2 * b, 10)], 100, 2 * b + 10), Footprint::Range(0..u64::MAX), "a gap");
+        assert_eq!(of(&[zero], size, size), ModifiedRange::Bytes(b..3 * b));
+        assert_eq!(
+            of(&[write(size, 10)], size, size + 10),
+            ModifiedRange::Bytes(size..u64::MAX),
+            "an append"
+        );
+        assert_eq!(of(&[write(2 * b, 10)], 100, 2 * b + 10), ModifiedRange::Bytes(0..u64::MAX), "a gap");
         let grow = Op::Truncate { oid: oid(), size: size + b };
-        assert_eq!(of(&[grow], size, size + b), Footprint::Range(size..u64::MAX));
+        assert_eq!(of(&[grow], size, size + b), ModifiedRange::Bytes(size..u64::MAX));
         let cut = Op::Truncate { oid: oid(), size: 0 };
-        assert_eq!(of(&[cut, write(0, size)], size, size), Footprint::All, "a replacement");
+        assert_eq!(of(&[cut, write(0, size)], size, size), ModifiedRange::All, "a replacement");
         let other = ObjectId::new("other").unwrap();
-        assert_eq!(of(&[Op::Remove { oid: other }], size, size), Footprint::Nothing);
+        assert_eq!(of(&[Op::Remove { oid: other }], size, size), ModifiedRange::Nothing);
         let touch = [Op::Touch { oid: oid() }];
-        assert_eq!(Footprint::of(&oid(), &touch, None, Some(&info(2, 0))), Footprint::All, "a creation");
+        assert_eq!(
+            ModifiedRange::of(&oid(), &touch, None, Some(&info(2, 0))),
+            ModifiedRange::All,
+            "a creation"
+        );
     }
 
     #[test]
     fn a_read_sees_the_durable_state_unless_a_pending_change_overlaps_its_range() {
         let mut chain = ChangeChain::default();
         chain.learn(1, Some(info(1, 1000)));
-        let first = chain.push(1, Footprint::Range(0..100), Some(info(2, 1000)));
-        let second = chain.push(1, Footprint::Range(200..300), Some(info(3, 1000)));
-        chain.push(1, Footprint::Nothing, Some(info(4, 1000)));
+        let first = chain.push(1, ModifiedRange::Bytes(0..100), Some(info(2, 1000)));
+        let second = chain.push(1, ModifiedRange::Bytes(200..300), Some(info(3, 1000)));
+        chain.push(1, ModifiedRange::Nothing, Some(info(4, 1000)));
         let visible = |chain: &ChangeChain, range: Range<u64>, wanted| {
             let (info, position) = chain.visible(1, &range, wanted).unwrap();
             (info.unwrap().version, position)
@@ -346,7 +354,7 @@ mod tests {
                         let base = latest.unwrap().version;
                         let guard = (!chain.is_empty()).then_some(base);
                         next += 1;
-                        let position = chain.push(1, Footprint::All, Some(info(next, 0)));
+                        let position = chain.push(1, ModifiedRange::All, Some(info(next, 0)));
                         store.queue.push_back((position, guard, next, fails));
                         prop_assert_eq!(chain.latest(1).unwrap().unwrap().version, next);
                         prop_assert_eq!(chain.position(), position);

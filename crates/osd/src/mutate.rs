@@ -7,7 +7,7 @@ use store::{StoreError, Transaction};
 use tokio::time::Instant;
 use wire::{Condition, Error, Mutated, Mutation};
 
-use crate::chain::Footprint;
+use crate::chain::ModifiedRange;
 use crate::conditions;
 use crate::draft::{self, Draft, Drafted};
 use crate::fail::{Fail, StepResult, unavailable};
@@ -259,7 +259,7 @@ impl Change<'_> {
             manifest,
         });
         let mut ops = drafted.ops;
-        let footprint = Footprint::of(oid, &ops, before.as_ref(), new.as_ref());
+        let modified = ModifiedRange::of(oid, &ops, before.as_ref(), new.as_ref());
         ops.extend(new.as_ref().map(|info| draft::set_info(oid, info)));
         let size = new.map_or(0, |i| i.user_size());
         let mutated = Mutated { version, size, appended_at: drafted.appended_at };
@@ -268,7 +268,7 @@ impl Change<'_> {
         let kept = new.and_then(|i| i.manifest).map(|m| m.upload);
         let dropped = drafted.dropped.filter(|m| Some(m.upload) != kept);
         let queued = pg.backing.queue(Transaction { collection: pg.cid.clone(), ops, uses_reserve });
-        let (committing, pending) = (pg.committing(), turn.pend(incarnation, footprint, new));
+        let (committing, pending) = (pg.committing(), turn.pend(incarnation, modified, new));
         let outcome = queued.await;
         drop(committing);
         let Err(error) = outcome else {

@@ -18,7 +18,7 @@ use std::future::poll_fn;
 use std::ops::Range;
 use std::task::{Poll, Waker};
 
-use crate::chain::{ChainPosition, ChangeChain, Footprint};
+use crate::chain::{ChainPosition, ChangeChain, ModifiedRange};
 use crate::fail::{Fail, StepResult};
 use crate::object::ObjectInfo;
 use crate::observers::{ObserverId, Observers, SeenChange};
@@ -190,10 +190,10 @@ impl<'a> Turn<'a> {
     pub(crate) fn pend(
         self,
         incarnation: u64,
-        footprint: Footprint,
+        modified: ModifiedRange,
         after: Option<ObjectInfo>,
     ) -> PendingChange<'a> {
-        let position = self.turnstile.inner.borrow_mut().chain.push(incarnation, footprint, after);
+        let position = self.turnstile.inner.borrow_mut().chain.push(incarnation, modified, after);
         PendingChange { turnstile: self.turnstile, ticket: self.ticket, position, is_concluded: false }
     }
 }
@@ -303,7 +303,7 @@ mod tests {
     const INFO: ObjectInfo = ObjectInfo { version: 1, size: 100, modified_ms: 0, manifest: None };
 
     fn pend(turn: Turn<'_>, incarnation: u64) -> PendingChange<'_> {
-        turn.pend(incarnation, Footprint::All, Some(INFO))
+        turn.pend(incarnation, ModifiedRange::All, Some(INFO))
     }
 
     #[tokio::test]
