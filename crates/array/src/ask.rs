@@ -11,7 +11,7 @@ use crate::group::Group;
 use crate::interval::Interval;
 use crate::member::Member;
 use crate::member_link::MemberLink;
-use crate::objects::Known;
+use crate::objects::{ObjectPlace, Rows};
 use crate::record::{SIZE_XATTR, Standing, is_own, own_object};
 
 impl Group {
@@ -24,8 +24,8 @@ impl Group {
         question: impl AsyncFn(&MemberLink) -> store::Result<T>,
     ) -> store::Result<T> {
         let interval = self.interval(number).await?;
-        // The query waits for transactions on the object that were queued before it.
-        let _held = self.objects.shared(oid).await;
+        // The query sees the transactions on the object that were submitted before it, and no others.
+        let _held = self.objects.read(oid, Rows::All).await;
         self.ask(&interval, oid, question).await
     }
 
@@ -85,20 +85,20 @@ impl Group {
         Err(self.unless_failing(&unreadable, e).await)
     }
 
-    /// Returns an object's size, or `None` if the object does not exist. Asks the members if the
-    /// size is not cached.
+    /// Returns the size that an object has once all queued changes have committed, or `None` if the object
+    /// does not exist then. Asks the members if the size is not cached.
     pub(crate) async fn size(
         &self,
         interval: &Interval,
         oid: &ObjectId,
-        known: &Known,
+        place: &ObjectPlace,
     ) -> store::Result<Option<u64>> {
-        if let Some(size) = known.get(interval) {
+        if let Some(size) = place.size(interval) {
             return Ok(size);
         }
         let asked = async |link: &MemberLink| link.target.store().get_xattr(&self.cid, oid, SIZE_XATTR).await;
         let size = size_of(oid, self.ask(interval, oid, asked).await)?;
-        known.set(interval, size);
+        place.set_size(interval, size);
         Ok(size)
     }
 
@@ -134,7 +134,7 @@ impl Group {
     /// Returns the size of an object, and the space that it occupies on all members together.
     pub(crate) async fn stat(&self, number: u64, oid: &ObjectId) -> store::Result<Stat> {
         let interval = self.interval(number).await?;
-        let locked = self.objects.exclusive(oid).await;
+        let locked = self.objects.alone(oid).await;
         self.still(&interval)?;
         let size = self.size(&interval, oid, &locked).await?;
         let size = size.ok_or_else(|| StoreError::NoSuchObject(oid.to_string()))?;

@@ -279,6 +279,8 @@ struct State {
     seen: BTreeSet<ChangeId>,
     /// Changes that were lost with the operator's word.
     gone: BTreeSet<ChangeId>,
+    /// For each change that was computed from a change in progress: this change.
+    bases: BTreeMap<ChangeId, ChangeId>,
     /// For each change that clients may know, the members that had it while they were in sync. Unused if
     /// the operator gives no word.
     holders: BTreeMap<ChangeId, BTreeSet<Number>>,
@@ -295,6 +297,8 @@ struct Scheme {
     decides_first: bool,
     /// The operator's word ends when the group serves requests. Otherwise it never ends.
     word_ends: bool,
+    /// A change may be computed from any change in progress, because both concern the same object.
+    has_bases: bool,
 }
 
 fn uuid(number: Number) -> Uuid {
@@ -340,6 +344,7 @@ impl Scheme {
             failed: BTreeSet::new(),
             seen: BTreeSet::new(),
             gone: BTreeSet::new(),
+            bases: BTreeMap::new(),
             holders: BTreeMap::new(),
             has_operator: budget.words > 0,
         }
@@ -705,6 +710,9 @@ impl Scheme {
         let contents: Vec<Stored> = in_sync.iter().map(|&n| replay(&state.logs[n])).collect();
         let data = &contents[0].data;
         check(contents.iter().all(|stored| stored.data == *data), || "the members differ".into())?;
+        let is_without_base = |change: &&ChangeId| state.bases.get(change).is_some_and(|b| !data.contains(b));
+        let change = data.iter().find(is_without_base);
+        check(change.is_none(), || format!("the change {change:?} is kept without its base"))?;
         let lacks = |changes: &BTreeSet<ChangeId>| changes.difference(data).copied().collect();
         let has = |changes: &BTreeSet<ChangeId>| changes.intersection(data).copied().collect();
         let pardon = match &state.phase {
@@ -760,18 +768,21 @@ impl Scheme {
         // No member has stored anything of an earlier change with this id.
         state.failed.remove(&change);
         state.gone.remove(&change);
+        state.bases.remove(&change);
         let state = &state;
-        if state.budget.changes > 0 {
-            let mut started = state.clone();
-            started.budget.changes -= 1;
+        let bases = queue.iter().filter(|_| self.has_bases).map(|queued| Some(id(&queued.entry)));
+        for base in bases.chain([None]).filter(|_| state.budget.changes > 0) {
+            let mut queued = state.clone();
+            queued.bases.extend(base.map(|base| (change, base)));
+            queued.budget.changes -= 1;
+            let mut started = queued.clone();
             started.phase = enqueue(Entry::Change(change), BTreeSet::new());
             found.push(started);
             for bits in 1u32..1 << self.members {
                 let refusing: BTreeSet<Number> =
                     in_sync.iter().copied().filter(|n| bits & 1 << n != 0).collect();
                 if state.budget.refusals > 0 && refusing.len() == bits.count_ones() as usize {
-                    let mut started = state.clone();
-                    started.budget.changes -= 1;
+                    let mut started = queued.clone();
                     started.budget.refusals -= 1;
                     started.phase = enqueue(Entry::Change(change), refusing);
                     found.push(started);
@@ -921,17 +932,27 @@ impl Scheme {
     ) -> (State, BTreeSet<ChangeId>) {
         let Phase::Serving { queue, .. } = &state.phase else { return (state.clone(), BTreeSet::new()) };
         let mut next = state.clone();
+        let mut refusing: Vec<BTreeSet<Number>> = vec![BTreeSet::new(); queue.len()];
         for (&n, &kept) in in_sync.iter().zip(kept) {
-            let accepted = queue[..kept].iter().filter(|queued| !queued.refusing.contains(&n));
-            next.logs[n].extend(accepted.map(|queued| queued.entry.clone()));
+            let mut data = replay(&next.logs[n]).data;
+            for (queued, refusing) in queue[..kept].iter().zip(&mut refusing) {
+                let change = id(&queued.entry);
+                let lacks_base = state.bases.get(&change).is_some_and(|base| !data.contains(base));
+                if queued.refusing.contains(&n) || lacks_base {
+                    refusing.insert(n);
+                } else {
+                    data.insert(change);
+                    next.logs[n].push(queued.entry.clone());
+                }
+            }
         }
         let answered = kept.iter().min().copied().unwrap_or(0);
         let mut refused = BTreeSet::new();
-        for queued in &queue[..answered] {
+        for (queued, refusing) in queue[..answered].iter().zip(&refusing) {
             let change = id(&queued.entry);
-            if queued.refusing.len() == in_sync.len() {
+            if refusing.len() == in_sync.len() {
                 next.failed.insert(change);
-            } else if !queued.refusing.is_empty() {
+            } else if !refusing.is_empty() {
                 refused.insert(change);
             } else if matches!(queued.entry, Entry::Change(_)) {
                 next.acknowledged.insert(change);
@@ -1075,7 +1096,7 @@ const CODE_2_1: Scheme = scheme(3, 2);
 const CODE_2_2: Scheme = scheme(4, 2);
 
 const fn scheme(members: usize, needed: usize) -> Scheme {
-    Scheme { members, needed, has_witness: true, decides_first: true, word_ends: true }
+    Scheme { members, needed, has_witness: true, decides_first: true, word_ends: true, has_bases: false }
 }
 
 /// Events that a small exploration allows.
@@ -1117,6 +1138,16 @@ fn a_group_keeps_acknowledged_changes_over_several_crashes() {
     let without = Budget { trims: 0, refusals: 0, rebuilds: 0, ..FEW };
     explore(CODE_2_1, without);
     explore(CODE_2_1, Budget { changes: 1, crashes: 3, damages: 0, rebuilds: 1, ..without });
+}
+
+#[test]
+fn a_change_is_kept_only_with_the_change_from_which_it_was_computed() {
+    let budget = Budget { trims: 0, crashes: 1, damages: 0, rebuilds: 0, changes: 3, ..FEW };
+    for scheme in [MIRROR_2, MIRROR_3, CODE_2_1] {
+        explore(Scheme { has_bases: true, ..scheme }, budget);
+    }
+    explore(Scheme { has_bases: true, ..MIRROR_2 }, FEW);
+    explore(Scheme { has_bases: true, ..CODE_2_1 }, Budget { rebuilds: 0, crashes: 1, ..FEW });
 }
 
 #[test]

@@ -14,6 +14,7 @@
 
 use std::ops::Range;
 
+use base::block::{align_down, align_up};
 use store::MAX_STORED_OBJECT;
 use wire::Redundancy;
 
@@ -101,6 +102,19 @@ impl StripeLayout {
         })
     }
 
+    /// Returns the range of each fragment, in whole blocks, that stores the bytes of a range of the object
+    /// or their parity.
+    pub(crate) fn rows(&self, offset: u64, len: u64) -> Range<u64> {
+        let end = offset.saturating_add(len);
+        let (first, last) = (self.stripe_of(offset), self.stripe_of(end.saturating_sub(1)));
+        if first < last {
+            return first * self.unit..(last + 1).saturating_mul(self.unit);
+        }
+        let hull = self.pieces(offset, end - offset).map(|piece| piece.at..piece.at + piece.len);
+        let hull = hull.reduce(|a, b| a.start.min(b.start)..a.end.max(b.end)).unwrap_or(0..0);
+        align_down(hull.start)..align_up(hull.end).unwrap_or(u64::MAX)
+    }
+
     /// For each data fragment, returns the range of the fragment that stores bytes of a range of
     /// the object. Returns `None` for a fragment that stores no bytes of the object's range.
     pub(crate) fn spans(&self, offset: u64, len: u64) -> Vec<Option<Range<u64>>> {
@@ -148,6 +162,15 @@ mod tests {
                 prop_assert_eq!(layout.fragment_size(fragment, size), wanted, "fragment {}", fragment);
             }
             prop_assert_eq!(sizes.iter().sum::<u64>(), size);
+        }
+
+        #[test]
+        fn the_rows_of_a_range_contain_all_of_its_pieces(layout in layouts(), offset in 0u64..300_000, len in 0u64..300_000) {
+            let rows = layout.rows(offset, len);
+            prop_assert!(rows.start.is_multiple_of(BLOCK) && rows.end.is_multiple_of(BLOCK));
+            for piece in layout.pieces(offset, len) {
+                prop_assert!(rows.start <= piece.at && piece.at + piece.len <= rows.end);
+            }
         }
 
         #[test]

@@ -1,79 +1,413 @@
-//! [`Objects`]: the locks and the cached sizes of a group's objects.
+//! [`Objects`]: the order of the requests on each of a group's objects, and what is known about each
+//! object's size.
+//!
+//! A request gets its place in the queue of its objects when it is submitted. A change then passes three
+//! phases:
+//!
+//! ```text
+//!   waiting ──▶ computing: reads old data, computes parity ──▶ queued: the members have its transactions
+//! ```
+//!
+//! A change computes while earlier changes of other rows compute, too, but changes are queued on the
+//! members in their order. A change that has a guard is computed while earlier changes are queued and not
+//! committed. Its guard makes the members refuse it if an earlier change fails.
+//!
+//! A read waits until all earlier changes of its rows are queued, because the members' answers then show
+//! these changes. Later changes of these rows wait for the read. A request that reads data from the
+//! members waits until earlier changes of the object's size have ended: if such a change failed, the
+//! fragments would not have the expected length. A request that is alone waits for all earlier requests,
+//! and all later ones wait for it.
 
-use std::cell::RefCell;
-use std::sync::{self, Arc, MutexGuard, PoisonError};
+use std::cell::{Cell, RefCell};
+use std::collections::BTreeMap;
+use std::future::poll_fn;
+use std::ops::Range;
+use std::rc::Rc;
+use std::task::{Poll, Waker};
 
 use base::collections::HashMap;
 use store::ObjectId;
-use tokio::sync::{OwnedRwLockReadGuard, OwnedRwLockWriteGuard, RwLock};
 
 use crate::interval::Interval;
+use crate::record::ChangeId;
 
 /// Maximum number of objects whose size is cached.
 const OBJECTS_MAX: usize = 4096;
 
-/// Cached size of an object.
-#[derive(Debug, Default)]
-pub(crate) struct Known {
-    /// Number of the interval in which the size was read, and the size (`None` if the object does
-    /// not exist). Requests that hold only a shared lock on the object may set this pair, so a
-    /// mutex protects it.
-    size: sync::Mutex<Option<(u64, Option<u64>)>>,
+/// The part of an object that a request concerns.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Rows {
+    /// Only metadata.
+    Nothing,
+    /// The bytes of this range of each fragment.
+    Range(Range<u64>),
+    /// All data, and the size and the existence of the object.
+    All,
 }
 
-impl Known {
-    /// Returns the size if it was cached in this interval. The inner value is `None` if the object
-    /// does not exist.
-    pub(crate) fn get(&self, interval: &Interval) -> Option<Option<u64>> {
-        self.lock().filter(|(learnt, _)| *learnt == interval.number).map(|(_, size)| size)
+impl Rows {
+    fn overlap(&self, other: &Rows) -> bool {
+        match (self, other) {
+            (Rows::All, _) | (_, Rows::All) => true,
+            (Rows::Nothing, _) | (_, Rows::Nothing) => false,
+            (Rows::Range(a), Rows::Range(b)) => a.start < b.end && b.start < a.end,
+        }
+    }
+}
+
+/// What a request does with an object.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum ObjectAccess {
+    Read(Rows),
+    Change {
+        rows: Rows,
+        /// Whether the members refuse the change if an earlier change of the object fails.
+        has_guard: bool,
+        /// Whether the change may need old data.
+        reads: bool,
+    },
+    /// No other request is in progress on the object.
+    Alone,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum AccessPhase {
+    Waiting,
+    Computing,
+    Queued,
+}
+
+#[derive(Debug)]
+struct QueuedAccess {
+    access: ObjectAccess,
+    phase: AccessPhase,
+    /// The change, once it is queued.
+    change: Option<ChangeId>,
+    waker: Waker,
+}
+
+/// The requests in progress on one object, by their numbers, and the object's size.
+#[derive(Debug, Default)]
+struct ObjectQueue {
+    next: Cell<u64>,
+    entries: RefCell<BTreeMap<u64, QueuedAccess>>,
+    /// Number of the interval in which the size was learnt, and the size that the object has once all
+    /// queued changes have committed; `None` if the object does not exist.
+    size: Cell<Option<(u64, Option<u64>)>>,
+}
+
+impl ObjectQueue {
+    /// Whether the request may begin.
+    fn may_begin(entries: &BTreeMap<u64, QueuedAccess>, number: u64) -> bool {
+        let Some(own) = entries.get(&number) else { return true };
+        entries.range(..number).all(|(_, earlier)| match (&own.access, &earlier.access) {
+            (ObjectAccess::Alone, _) | (_, ObjectAccess::Alone) => false,
+            (ObjectAccess::Read(_), ObjectAccess::Read(_)) => true,
+            (ObjectAccess::Read(_), ObjectAccess::Change { rows: Rows::All, .. }) => false,
+            (ObjectAccess::Read(rows), ObjectAccess::Change { rows: changed, .. }) => {
+                earlier.phase == AccessPhase::Queued || !rows.overlap(changed)
+            }
+            (ObjectAccess::Change { rows, .. }, ObjectAccess::Read(read)) => !rows.overlap(read),
+            (ObjectAccess::Change { rows, has_guard, reads }, ObjectAccess::Change { rows: changed, .. }) => {
+                match earlier.phase {
+                    // Changes begin in their order. Otherwise a change could hold the gate of the group
+                    // while it waits for an earlier one that waits for the gate.
+                    AccessPhase::Waiting => false,
+                    AccessPhase::Computing => *has_guard && !rows.overlap(changed),
+                    AccessPhase::Queued => *has_guard && !(*reads && *changed == Rows::All),
+                }
+            }
+        })
     }
 
-    pub(crate) fn set(&self, interval: &Interval, size: Option<u64>) {
-        *self.lock() = Some((interval.number, size));
+    /// Whether all earlier changes are queued or have ended.
+    fn may_queue(entries: &BTreeMap<u64, QueuedAccess>, number: u64) -> bool {
+        let is_change = |entry: &QueuedAccess| matches!(entry.access, ObjectAccess::Change { .. });
+        entries
+            .range(..number)
+            .all(|(_, earlier)| !is_change(earlier) || earlier.phase == AccessPhase::Queued)
+    }
+
+    /// Wakes the requests that may go on.
+    fn wake(&self) {
+        let entries = self.entries.borrow();
+        for (number, entry) in entries.iter() {
+            let goes_on = match entry.phase {
+                AccessPhase::Waiting => Self::may_begin(&entries, *number),
+                AccessPhase::Computing => Self::may_queue(&entries, *number),
+                AccessPhase::Queued => false,
+            };
+            if goes_on {
+                entry.waker.wake_by_ref();
+            }
+        }
+    }
+}
+
+/// The place of a request in the queue of an object. Dropping it ends the request.
+#[derive(Debug)]
+pub(crate) struct ObjectPlace {
+    queue: Rc<ObjectQueue>,
+    number: u64,
+}
+
+impl ObjectPlace {
+    async fn wait(&self, until: impl Fn(&BTreeMap<u64, QueuedAccess>, u64) -> bool) {
+        poll_fn(|cx| {
+            let mut entries = self.queue.entries.borrow_mut();
+            if until(&entries, self.number) {
+                return Poll::Ready(());
+            }
+            if let Some(own) = entries.get_mut(&self.number) {
+                own.waker.clone_from(cx.waker());
+            }
+            Poll::Pending
+        })
+        .await;
+    }
+
+    /// Waits until the request may begin.
+    pub(crate) async fn begin(&self) {
+        self.wait(ObjectQueue::may_begin).await;
+    }
+
+    /// Records that a change has begun, and holds the gate of the group.
+    pub(crate) fn computes(&self) {
+        self.advance(AccessPhase::Computing);
+    }
+
+    /// Waits until the change may be queued, because all earlier changes are.
+    pub(crate) async fn may_queue(&self) {
+        self.wait(ObjectQueue::may_queue).await;
+    }
+
+    /// Records that the change is queued on the members, and gives the object this size; `None` if it
+    /// removes the object.
+    pub(crate) fn queued(&self, change: ChangeId, interval: &Interval, size: Option<u64>) {
+        self.set_size(interval, size);
+        self.is_queued(change);
+    }
+
+    fn is_queued(&self, change: ChangeId) {
+        let last = self.queue.entries.borrow().values().filter_map(|entry| entry.change).max();
+        assert!(last < Some(change), "changes of an object are queued in the order of their ids");
+        if let Some(own) = self.queue.entries.borrow_mut().get_mut(&self.number) {
+            own.change = Some(change);
+        }
+        self.advance(AccessPhase::Queued);
+    }
+
+    fn advance(&self, phase: AccessPhase) {
+        if let Some(own) = self.queue.entries.borrow_mut().get_mut(&self.number) {
+            assert!(own.phase < phase, "the phases of a change have an order");
+            own.phase = phase;
+        }
+        self.queue.wake();
+    }
+
+    /// Returns the size that the object has once all queued changes have committed, if it was learnt in
+    /// this interval. The inner value is `None` if the object does not exist.
+    pub(crate) fn size(&self, interval: &Interval) -> Option<Option<u64>> {
+        self.queue.size.get().filter(|(learnt, _)| *learnt == interval.number).map(|(_, size)| size)
+    }
+
+    pub(crate) fn set_size(&self, interval: &Interval, size: Option<u64>) {
+        self.queue.size.set(Some((interval.number, size)));
     }
 
     /// Discards the cached size after a failure. The next request asks the members for the size
     /// again.
     pub(crate) fn forget(&self) {
-        *self.lock() = None;
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Option<(u64, Option<u64>)>> {
-        self.size.lock().unwrap_or_else(PoisonError::into_inner)
+        self.queue.size.set(None);
     }
 }
 
-/// Exclusive lock of an object.
-pub(crate) type ObjectLock = OwnedRwLockWriteGuard<Known>;
+impl Drop for ObjectPlace {
+    fn drop(&mut self) {
+        self.queue.entries.borrow_mut().remove(&self.number);
+        self.queue.wake();
+    }
+}
 
-/// The lock and the cached size of each of a group's objects.
+/// The queues of a group's objects.
 #[derive(Default)]
-pub(crate) struct Objects(RefCell<HashMap<ObjectId, Arc<RwLock<Known>>>>);
+pub(crate) struct Objects(RefCell<HashMap<ObjectId, Rc<ObjectQueue>>>);
 
 impl Objects {
-    /// Locks an object to read it.
-    pub(crate) async fn shared(&self, oid: &ObjectId) -> OwnedRwLockReadGuard<Known> {
-        self.object(oid).read_owned().await
+    /// Gives a request a place in the queue of an object.
+    pub(crate) fn enter(&self, oid: &ObjectId, access: ObjectAccess) -> ObjectPlace {
+        let queue = self.queue(oid);
+        let number = queue.next.get();
+        queue.next.set(number + 1);
+        let entry =
+            QueuedAccess { access, phase: AccessPhase::Waiting, change: None, waker: Waker::noop().clone() };
+        queue.entries.borrow_mut().insert(number, entry);
+        ObjectPlace { queue, number }
     }
 
-    /// Locks an object to change it.
-    pub(crate) async fn exclusive(&self, oid: &ObjectId) -> ObjectLock {
-        self.object(oid).write_owned().await
+    /// Waits until no other request is in progress on an object.
+    pub(crate) async fn alone(&self, oid: &ObjectId) -> ObjectPlace {
+        let place = self.enter(oid, ObjectAccess::Alone);
+        place.begin().await;
+        place
     }
 
-    fn object(&self, oid: &ObjectId) -> Arc<RwLock<Known>> {
+    /// Waits until a read of an object may begin.
+    pub(crate) async fn read(&self, oid: &ObjectId, rows: Rows) -> ObjectPlace {
+        let place = self.enter(oid, ObjectAccess::Read(rows));
+        place.begin().await;
+        place
+    }
+
+    /// Returns the size that the object has once all requests that have a place have ended, if it is
+    /// known and none of them may change it.
+    pub(crate) fn settled_size(&self, oid: &ObjectId, interval: &Interval) -> Option<u64> {
+        let objects = self.0.borrow();
+        let queue = objects.get(oid)?;
+        let (learnt, size) = queue.size.get()?;
+        let resizes = |entry: &QueuedAccess| {
+            let may_resize = match &entry.access {
+                ObjectAccess::Change { rows, .. } => *rows == Rows::All,
+                ObjectAccess::Alone => true,
+                ObjectAccess::Read(_) => false,
+            };
+            may_resize && entry.phase != AccessPhase::Queued
+        };
+        let is_settled = learnt == interval.number && !queue.entries.borrow().values().any(resizes);
+        size.filter(|_| is_settled)
+    }
+
+    fn queue(&self, oid: &ObjectId) -> Rc<ObjectQueue> {
         let mut objects = self.0.borrow_mut();
         if let Some(known) = objects.get(oid) {
-            return Arc::clone(known);
+            return Rc::clone(known);
         }
         if objects.len() >= OBJECTS_MAX {
             // Evict half of the entries that no request uses.
             let mut keep = false;
             objects.retain(|_, entry| {
                 keep = !keep;
-                keep || Arc::strong_count(entry) > 1
+                keep || Rc::strong_count(entry) > 1
             });
         }
-        Arc::clone(objects.entry(oid.clone()).or_default())
+        Rc::clone(objects.entry(oid.clone()).or_default())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::task::Context;
+
+    use super::*;
+
+    fn oid() -> ObjectId {
+        ObjectId::new("o").unwrap()
+    }
+
+    fn change(objects: &Objects, rows: Rows, has_guard: bool) -> ObjectPlace {
+        objects.enter(&oid(), ObjectAccess::Change { rows, has_guard, reads: true })
+    }
+
+    fn read(objects: &Objects, rows: Range<u64>) -> ObjectPlace {
+        objects.enter(&oid(), ObjectAccess::Read(Rows::Range(rows)))
+    }
+
+    fn begins(place: &ObjectPlace) -> bool {
+        is_ready(place.begin())
+    }
+
+    fn is_ready(f: impl Future<Output = ()>) -> bool {
+        Box::pin(f).as_mut().poll(&mut Context::from_waker(Waker::noop())).is_ready()
+    }
+
+    fn queue(place: &ObjectPlace, number: u64) {
+        place.is_queued(ChangeId { term: 1, number });
+    }
+
+    #[test]
+    fn changes_of_different_rows_compute_together_and_are_queued_in_their_order() {
+        let objects = Objects::default();
+        let first = change(&objects, Rows::Range(0..4096), true);
+        let second = change(&objects, Rows::Range(4096..8192), true);
+        let same = change(&objects, Rows::Range(0..4096), true);
+        assert!(begins(&first) && !begins(&second), "changes begin in their order");
+        first.computes();
+        assert!(begins(&second) && !begins(&same));
+        second.computes();
+        assert!(!is_ready(second.may_queue()) && is_ready(first.may_queue()));
+        assert!(!begins(&same), "the first change of these rows is still computed");
+        queue(&first, 1);
+        assert!(is_ready(second.may_queue()) && begins(&same));
+    }
+
+    #[test]
+    fn a_change_without_a_guard_waits_until_earlier_changes_have_ended() {
+        let objects = Objects::default();
+        let first = change(&objects, Rows::Nothing, false);
+        first.computes();
+        queue(&first, 1);
+        let second = change(&objects, Rows::Nothing, false);
+        assert!(!begins(&second));
+        drop(first);
+        assert!(begins(&second));
+    }
+
+    #[test]
+    fn a_read_waits_for_earlier_changes_of_its_rows_to_be_queued() {
+        let objects = Objects::default();
+        let first = change(&objects, Rows::Range(0..4096), true);
+        first.computes();
+        let (same, other) = (read(&objects, 0..100), read(&objects, 4096..8192));
+        assert!(!begins(&same) && begins(&other));
+        queue(&first, 1);
+        assert!(begins(&same));
+        let later = change(&objects, Rows::Range(0..4096), true);
+        assert!(!begins(&later), "the read must not see a later change");
+        drop(same);
+        assert!(begins(&later));
+    }
+
+    #[test]
+    fn a_change_of_everything_waits_for_all_reads_and_blocks_later_ones() {
+        let objects = Objects::default();
+        let first = read(&objects, 0..100);
+        let all = change(&objects, Rows::All, true);
+        let later = read(&objects, 4096..8192);
+        assert!(begins(&first) && !begins(&all) && !begins(&later));
+        drop(first);
+        assert!(begins(&all));
+        all.computes();
+        queue(&all, 1);
+        assert!(!begins(&later), "the size is uncertain until the change has committed");
+        drop(all);
+        assert!(begins(&later));
+    }
+
+    #[test]
+    fn a_change_that_reads_no_data_is_computed_from_a_size_that_may_not_come() {
+        let objects = Objects::default();
+        let all = change(&objects, Rows::All, true);
+        all.computes();
+        queue(&all, 1);
+        let access = |reads| ObjectAccess::Change { rows: Rows::Nothing, has_guard: true, reads };
+        let without = objects.enter(&oid(), access(false));
+        assert!(begins(&without));
+        without.computes();
+        assert!(!begins(&objects.enter(&oid(), access(true))));
+    }
+
+    #[test]
+    fn a_request_that_is_alone_waits_for_all_others() {
+        let objects = Objects::default();
+        let queued = change(&objects, Rows::Nothing, true);
+        queued.computes();
+        queue(&queued, 1);
+        let alone = objects.enter(&oid(), ObjectAccess::Alone);
+        let later = read(&objects, 0..100);
+        assert!(!begins(&alone) && !begins(&later));
+        drop(queued);
+        assert!(begins(&alone) && !begins(&later));
+        drop(alone);
+        assert!(begins(&later));
     }
 }

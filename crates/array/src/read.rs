@@ -13,6 +13,7 @@ use crate::coder::{Buffer, RecoverError};
 use crate::group::Group;
 use crate::interval::Interval;
 use crate::member_link::MemberLink;
+use crate::objects::Rows;
 use crate::plan::{FragmentSpan, ReadPlan};
 
 /// An object whose fragments are read.
@@ -53,9 +54,10 @@ impl Group {
         dest: Option<ArenaBuf>,
     ) -> store::Result<ReadData> {
         let interval = self.interval(number).await?;
-        // This lock is held until all fragments are read, so that all fragments belong to the same
+        // This place is held until all fragments are read, so that all fragments belong to the same
         // version of the object.
-        let held = self.objects.shared(oid).await;
+        let rows = Rows::Range(self.layout.rows(offset, len));
+        let held = self.objects.read(oid, rows).await;
         let size = self.size(&interval, oid, &held).await?;
         let Some(size) = size else { return Err(StoreError::NoSuchObject(oid.to_string())) };
         let start = block::align_down(offset);

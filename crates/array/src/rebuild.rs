@@ -297,7 +297,7 @@ impl RebuildRun<'_> {
 
     async fn copy(&self, oid: ObjectId) -> store::Result<()> {
         let began = Instant::now();
-        let locked = self.group.objects.exclusive(&oid).await;
+        let locked = self.group.objects.alone(&oid).await;
         self.group.still(&self.interval)?;
         let (interval, link) = (&self.interval, &self.link);
         let bytes = match self.has_current(&oid).await? {

@@ -11,7 +11,7 @@ impl Group {
     /// Reconstructs a fragment that could not be read, and writes it to its member.
     pub(crate) async fn repair(&self, oid: &ObjectId, position: usize) -> store::Result<()> {
         let interval = self.any_interval().await?;
-        let locked = self.objects.exclusive(oid).await;
+        let locked = self.objects.alone(oid).await;
         let _open = self.gate.read().await;
         self.still(&interval)?;
         locked.forget();

@@ -139,7 +139,7 @@ impl Group {
 
     async fn look_at(&self, oid: &ObjectId) -> store::Result<Option<ScrubFinding>> {
         let interval = self.any_interval().await?;
-        let _locked = self.objects.exclusive(oid).await;
+        let _locked = self.objects.alone(oid).await;
         let _open = self.gate.read().await;
         self.still(&interval)?;
         match self.size_by_any(&mut self.live_links(&interval, oid), oid).await? {

@@ -1,5 +1,6 @@
 //! Executes transactions: turns the ops on objects into one transaction for each member.
 
+use std::ops::Range;
 use std::rc::Rc;
 
 use bytes::Bytes;
@@ -10,7 +11,7 @@ use crate::group::Group;
 use crate::intents::{Intents, UndoObjects};
 use crate::interval::{Interval, over};
 use crate::member_link::{MemberLink, is_refusal};
-use crate::objects::ObjectLock;
+use crate::objects::{ObjectAccess, ObjectPlace, Rows};
 use crate::read::WholeObject;
 use crate::record::{
     ChangeId, Intent, Touched, Undo, encode, key_dirty, key_intent, key_trimmed, own_object, undo_object,
@@ -45,12 +46,16 @@ impl Group {
         if transaction.ops.is_empty() {
             return Ok(());
         }
-        // The locks come before the gate, so that later reads of these objects wait for the transaction
-        // while the gate is closed.
-        let locked = self.lock(&transaction).await;
+        // The places come before the gate, so that later requests on these objects stay behind the
+        // transaction while the gate is closed.
+        let places = self.enter(&interval, &transaction);
+        for place in places.iter().filter_map(|(_, place)| place.as_ref()) {
+            place.begin().await;
+        }
         let _open = self.gate.read().await;
+        places.iter().filter_map(|(_, place)| place.as_ref()).for_each(ObjectPlace::computes);
         self.still(&interval)?;
-        let mut work = self.edits(&interval, &transaction, locked).await?;
+        let mut work = self.edits(&interval, &transaction, places).await?;
         if let Err(e) = apply(self, &transaction, &interval, &mut work) {
             // The ops may contradict the object only because it has not the state that the guards demand.
             return Err(self.failed_guard(&interval, &work).await?.unwrap_or(e));
@@ -58,9 +63,16 @@ impl Group {
         for one in &mut work {
             one.split = self.split(&interval, one).await?;
         }
+        for place in work.iter().filter_map(|one| one.place.as_ref()) {
+            place.may_queue().await;
+        }
         self.still(&interval)?;
         let prepared = self.prepare(&interval, &work, transaction.uses_reserve);
-        self.commit(&interval, prepared, &mut work).await
+        for one in &work {
+            let size = one.exists.then_some(one.overlay.size);
+            one.place.iter().for_each(|place| place.queued(prepared.change, &interval, size));
+        }
+        self.commit(&interval, prepared, &work).await
     }
 
     /// Removes the intents and undo objects of finished transactions.
@@ -72,7 +84,7 @@ impl Group {
         let _open = self.gate.read().await;
         self.still(&interval)?;
         let prepared = self.prepare(&interval, &[], true);
-        self.commit(&interval, prepared, &mut []).await
+        self.commit(&interval, prepared, &[]).await
     }
 
     /// Number of undo objects that are not removed yet, summed over all members.
@@ -80,51 +92,81 @@ impl Group {
         self.intents.borrow().undo_objects()
     }
 
-    /// Locks the objects that the transaction changes, in the order of their ids. An object of which only
-    /// the omap changes gets no lock.
-    async fn lock(&self, transaction: &Transaction) -> Vec<(ObjectId, Option<ObjectLock>)> {
+    /// Gives the transaction its places in the queues of the objects that it changes. An object of which
+    /// only the omap changes has no queue.
+    fn enter(&self, interval: &Interval, transaction: &Transaction) -> Vec<(ObjectId, Option<ObjectPlace>)> {
         let mut oids: Vec<&ObjectId> = Vec::new();
         for oid in transaction.ops.iter().filter_map(object_of) {
             if !oids.contains(&oid) {
                 oids.push(oid);
             }
         }
-        oids.sort();
-        let mut locked = Vec::with_capacity(oids.len());
-        for oid in oids {
-            let lock = match ops_on(transaction, oid).all(is_omap_only) {
-                true => None,
-                false => Some(self.objects.exclusive(oid).await),
+        let has_queue = |oid: &ObjectId| !ops_on(transaction, oid).all(is_omap_only);
+        let is_single = oids.iter().filter(|oid| has_queue(oid)).count() == 1;
+        let enter = |oid: &ObjectId| {
+            let access = match is_single && self.damaged.positions(oid).is_empty() {
+                true => self.access(interval, transaction, oid),
+                // A repair before the change needs an object without changes in progress.
+                false => ObjectAccess::Alone,
             };
-            locked.push((oid.clone(), lock));
-        }
-        locked
+            self.objects.enter(oid, access)
+        };
+        oids.into_iter().map(|oid| (oid.clone(), has_queue(oid).then(|| enter(oid)))).collect()
     }
 
-    /// Begins the edits of locked objects. Reads the sizes of the objects.
+    /// Returns what the ops of a transaction do with an object.
+    fn access(&self, interval: &Interval, transaction: &Transaction, oid: &ObjectId) -> ObjectAccess {
+        let has_guard = ops_on(transaction, oid).any(|op| matches!(op, Op::GuardXattr { .. }));
+        let is_mirror = self.layout.is_mirror();
+        let all = ObjectAccess::Change { rows: Rows::All, has_guard, reads: !is_mirror };
+        let Some(size) = self.objects.settled_size(oid, interval) else { return all };
+        let mut written: Option<Range<u64>> = None;
+        for op in ops_on(transaction, oid) {
+            match op {
+                Op::Write { offset, source, .. } if offset + source.len() <= size => {
+                    let rows = self.layout.rows(*offset, source.len());
+                    let known = written.get_or_insert(rows.clone());
+                    *known = known.start.min(rows.start)..known.end.max(rows.end);
+                }
+                Op::SetXattrs { .. }
+                | Op::RemoveXattr { .. }
+                | Op::OmapSet { .. }
+                | Op::OmapRemove { .. }
+                | Op::OmapRemoveRange { .. }
+                | Op::OmapClear { .. }
+                | Op::GuardXattr { .. }
+                | Op::GuardOmap { .. } => {}
+                _ => return all,
+            }
+        }
+        let reads = written.is_some() && !is_mirror;
+        ObjectAccess::Change { rows: written.map_or(Rows::Nothing, Rows::Range), has_guard, reads }
+    }
+
+    /// Begins the edits of objects. Reads the sizes of the objects.
     async fn edits(
         &self,
         interval: &Rc<Interval>,
         transaction: &Transaction,
-        locked: Vec<(ObjectId, Option<ObjectLock>)>,
+        places: Vec<(ObjectId, Option<ObjectPlace>)>,
     ) -> store::Result<Vec<ObjectEdit>> {
-        let mut work = Vec::with_capacity(locked.len());
-        for (oid, lock) in locked {
+        let mut work = Vec::with_capacity(places.len());
+        for (oid, place) in places {
             let mut was = None;
-            if let Some(lock) = &lock {
+            if let Some(place) = &place {
                 // A transaction that creates an object need not check whether the object exists: the
                 // members refuse to create an object twice. This works only if the exclusive creation
                 // reaches the members. A removal in the same transaction would cancel the creation.
                 let mut own = ops_on(transaction, &oid);
                 let creates = matches!(own.next(), Some(Op::CreateExclusive { .. }))
                     && !own.any(|op| matches!(op, Op::Remove { .. }));
-                was = match lock.get(interval) {
+                was = match place.size(interval) {
                     None if creates && self.rebuilding.borrow().is_none() => None,
-                    _ => self.size(interval, &oid, lock).await?,
+                    _ => self.size(interval, &oid, place).await?,
                 };
                 self.repair_before_change(interval, &oid).await;
             }
-            work.push(ObjectEdit::new(self, interval, &oid, lock, was));
+            work.push(ObjectEdit::new(self, interval, &oid, place, was));
         }
         Ok(work)
     }
@@ -166,7 +208,7 @@ impl Group {
     }
 
     async fn split(&self, interval: &Rc<Interval>, work: &ObjectEdit) -> store::Result<Split> {
-        if work.guard.is_none() || !work.exists || work.overlay.is_unchanged() {
+        if work.place.is_none() || !work.exists || work.overlay.is_unchanged() {
             return Ok(Split::none(self.layout.fragments()));
         }
         let live: Vec<bool> = work.live.iter().map(Option::is_some).collect();
@@ -188,7 +230,7 @@ impl Group {
     fn prepare(&self, interval: &Interval, work: &[ObjectEdit], uses_reserve: bool) -> Prepared {
         let mut intents = self.intents.borrow_mut();
         let (change, trims) = intents.start();
-        let dirty = |one: &&ObjectEdit| one.guard.is_some() && !intents.dirty().contains(&one.oid);
+        let dirty = |one: &&ObjectEdit| one.place.is_some() && !intents.dirty().contains(&one.oid);
         let dirty: Vec<ObjectId> = match interval.record.needs_notes() {
             false => Vec::new(),
             true => work.iter().filter(dirty).map(|one| one.oid.clone()).collect(),
@@ -216,7 +258,7 @@ impl Group {
         if let Some(rebuilding) = self.rebuilding.borrow_mut().as_mut() {
             // A rebuild does not copy internal objects.
             let is_copied = |oid: &ObjectId| !(self.is_internal)(oid);
-            let changed = work.iter().filter(|one| one.guard.is_some()).map(|one| &one.oid);
+            let changed = work.iter().filter(|one| one.place.is_some()).map(|one| &one.oid);
             changed.filter(|oid| is_copied(oid)).for_each(|oid| rebuilding.changes(oid));
         }
         Prepared { change, transactions, undo_objects, trims, dirty }
@@ -233,7 +275,7 @@ impl Group {
     ) -> (Intent, Vec<usize>) {
         let mut intent = Intent { objects: Vec::new() };
         let mut kept = Vec::new();
-        for one in work.iter().filter(|one| one.guard.is_none() || one.live[position].is_some()) {
+        for one in work.iter().filter(|one| one.place.is_none() || one.live[position].is_some()) {
             ops.extend(one.guards().iter().cloned());
             if !one.exists && one.was.is_none() {
                 continue;
@@ -269,7 +311,7 @@ impl Group {
         &self,
         interval: &Rc<Interval>,
         prepared: Prepared,
-        work: &mut [ObjectEdit],
+        work: &[ObjectEdit],
     ) -> store::Result<()> {
         let Prepared { change, transactions, undo_objects, trims, dirty } = prepared;
         let outcome = self.judge(interval, self.send(transactions).await);
@@ -286,14 +328,8 @@ impl Group {
                 }
             }
         }
-        let Err(failed) = outcome else {
-            for one in work {
-                let size = one.exists.then_some(one.overlay.size);
-                one.guard.iter().for_each(|guard| guard.set(interval, size));
-            }
-            return Ok(());
-        };
-        work.iter().flat_map(|one| one.guard.as_ref()).for_each(|guard| guard.forget());
+        let Err(failed) = outcome else { return Ok(()) };
+        work.iter().flat_map(|one| one.place.as_ref()).for_each(ObjectPlace::forget);
         match failed {
             TransactionFailure::Nowhere(e)
             | TransactionFailure::Somewhere { error: e @ StoreError::Disconnected(_), .. } => Err(e),

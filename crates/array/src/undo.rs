@@ -96,7 +96,8 @@ impl Group {
     }
 
     /// Appends the ops that restore the old metadata. Metadata is the same on all members, so
-    /// `peer` still has the old metadata.
+    /// `peer` still has the old metadata. If it lacks the object, an earlier change that is also undone
+    /// has created the object.
     async fn undo_metadata(
         &self,
         touched: &Touched,
@@ -109,7 +110,8 @@ impl Group {
             e => Err(e),
         };
         if touched.xattrs || matches!(touched.undo, Undo::Restore { .. }) {
-            let xattrs = self.calls.answer(peer, store.get_xattrs(&self.cid, oid)).await?;
+            let xattrs = self.calls.answer(peer, store.get_xattrs(&self.cid, oid)).await;
+            let xattrs = xattrs.or_else(none_if_gone)?;
             ops.push(Op::RemoveXattrs { oid: oid.clone() });
             ops.push(Op::SetXattrs { oid: oid.clone(), xattrs });
         }

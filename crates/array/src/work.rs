@@ -2,12 +2,11 @@
 
 use bytes::Bytes;
 use store::{ObjectId, Op, StoreError, WriteSource};
-use tokio::sync::OwnedRwLockWriteGuard;
 
 use crate::group::Group;
 use crate::interval::Interval;
 use crate::member_link::MemberLink;
-use crate::objects::Known;
+use crate::objects::ObjectPlace;
 use crate::overlay::Overlay;
 use crate::record::{SIZE_XATTR, Undo};
 use crate::rows::Split;
@@ -15,9 +14,8 @@ use crate::rows::Split;
 /// The changes that a transaction makes to one object.
 pub(crate) struct ObjectEdit {
     pub(crate) oid: ObjectId,
-    /// Lock of the object. `None` if only the omap of the object changes; in this case, the object
-    /// is not locked.
-    pub(crate) guard: Option<OwnedRwLockWriteGuard<Known>>,
+    /// Place in the queue of the object. `None` if only the omap of the object changes.
+    pub(crate) place: Option<ObjectPlace>,
     /// Size of the object before the transaction, if the object existed.
     pub(crate) was: Option<u64>,
     pub(crate) exists: bool,
@@ -42,13 +40,13 @@ impl ObjectEdit {
         group: &Group,
         interval: &Interval,
         oid: &ObjectId,
-        guard: Option<OwnedRwLockWriteGuard<Known>>,
+        place: Option<ObjectPlace>,
         was: Option<u64>,
     ) -> ObjectEdit {
         ObjectEdit {
             oid: oid.clone(),
-            exists: was.is_some() || guard.is_none(),
-            guard,
+            exists: was.is_some() || place.is_none(),
+            place,
             was,
             exclusive: false,
             moved: false,
@@ -139,7 +137,7 @@ impl ObjectEdit {
     /// Returns how the member at a position undoes the changes.
     pub(crate) fn undo(&self, group: &Group, position: usize) -> Undo {
         match self.was {
-            _ if self.guard.is_none() => Undo::Unchanged,
+            _ if self.place.is_none() => Undo::Unchanged,
             _ if self.moved => Undo::Return,
             None => Undo::Remove,
             Some(_) if self.overlay.is_unchanged() => Undo::Unchanged,
@@ -153,14 +151,14 @@ impl ObjectEdit {
     /// Appends the ops that write the new content of the object on the member at a position.
     pub(crate) fn content_ops(&self, position: usize, ops: &mut Vec<Op>) {
         let oid = &self.oid;
-        let is_new = self.guard.is_some() && (self.was.is_none() || self.moved);
+        let is_new = self.place.is_some() && (self.was.is_none() || self.moved);
         if self.exclusive {
             ops.push(Op::CreateExclusive { oid: oid.clone() });
         } else if is_new {
             ops.push(Op::Touch { oid: oid.clone() });
         }
         ops.extend(self.split.ops[position].iter().cloned());
-        if self.guard.is_some() && (is_new || self.overlay.size != self.overlay.before) {
+        if self.place.is_some() && (is_new || self.overlay.size != self.overlay.before) {
             let size = Bytes::copy_from_slice(&self.overlay.size.to_be_bytes());
             ops.push(Op::SetXattrs { oid: oid.clone(), xattrs: vec![(SIZE_XATTR, size)] });
         }
