@@ -41,7 +41,7 @@ impl Array {
 
 /// Runs the rest of a request in its own task, and returns a future of the reply. The caller may
 /// drop this future, or may stop polling it while a client receives data. In both cases, the task
-/// releases the object's lock, so that other requests for the object do not wait.
+/// releases the place of the request, so that other requests for the object do not wait.
 fn detached(task: ArrayFuture) -> ArrayFuture {
     let task = match phases::current() {
         Some(clock) => spawn(clock.scope(task)),

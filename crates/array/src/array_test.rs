@@ -3,7 +3,7 @@
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -198,6 +198,7 @@ async fn group_over(
         place: (0, 0),
         meta: ObjectId::new(&b"meta"[..]).unwrap(),
         is_internal: |oid| oid.as_bytes()[..] == *b"meta",
+        state_xattr: Bytes::from_static(b"v"),
         redundancy: redundancy.parse().unwrap(),
         targets: Rc::new(targets.iter().map(|target| Rc::clone(target) as Rc<dyn Member>).collect()),
         staging: BufferPool::new(Arena::anonymous(1 << 20).unwrap(), 0, 64 << 10),
@@ -513,4 +514,88 @@ async fn a_rebuild_ends_although_the_owners_metadata_object_changes() {
         assert_eq!(rebuilt.objects, 20, "{rebuilt:?}");
     };
     LocalSet::new().run_until(test).await;
+}
+
+/// A store in memory that executes transactions at once, and answers them while `held` is not set.
+struct HeldCommits {
+    inner: MemStore,
+    held: watch::Sender<bool>,
+    /// Number of transactions on objects other than those of the group.
+    received: AtomicUsize,
+}
+
+impl Submit for HeldCommits {
+    type Reply = StoreFuture;
+
+    fn submit(&self, request: StoreRequest) -> StoreFuture {
+        let is_change = matches!(&request, StoreRequest::Transact { transaction, .. }
+            if transaction.ops.iter().any(|op| matches!(op, Op::Write { .. })));
+        let (reply, mut held) = (self.inner.submit(request), self.held.subscribe());
+        if !is_change {
+            return reply;
+        }
+        self.received.fetch_add(1, Ordering::Relaxed);
+        Box::pin(async move {
+            drop(held.wait_for(|held| !held).await);
+            reply.await
+        })
+    }
+}
+
+/// Writes a block, on condition that the object has the state `from`, and gives it the state `to`.
+fn step(cid: &CollectionId, oid: &ObjectId, block: u64, from: Option<u8>, to: u8) -> Transaction {
+    let xattr = |value: u8| Bytes::from(vec![value]);
+    let guard = |from| Op::GuardXattr { oid: oid.clone(), name: "v".into(), value: Some(xattr(from)) };
+    let source = WriteSource::Inline(Payload::compute(0, Bytes::from(vec![to; 4096])));
+    let mut transaction = Transaction::new(cid.clone());
+    transaction.ops.extend(from.map(guard));
+    transaction
+        .with(Op::Write { oid: oid.clone(), offset: block * 4096, source })
+        .with(Op::SetXattrs { oid: oid.clone(), xattrs: vec![("v".into(), xattr(to))] })
+}
+
+#[tokio::test]
+async fn changes_of_one_object_are_queued_on_all_members_before_the_first_one_commits() {
+    for (redundancy, count) in [("mirror:2", 2), ("ec:2+1", 3)] {
+        let stores: Vec<_> = (0..count)
+            .map(|_| {
+                let (inner, held) = (MemStore::new(), watch::Sender::new(false));
+                Arc::new(HeldCommits { inner, held, received: AtomicUsize::default() })
+            })
+            .collect();
+        let test = async {
+            let cid = CollectionId::new(&b"c"[..]).unwrap();
+            let shared = stores.iter().map(|store| Arc::clone(store) as Arc<dyn ObjectStore>);
+            let array = array_over(&cid, redundancy, shared.collect()).await;
+            let oid = ObjectId::new(&b"o"[..]).unwrap();
+            array.queue_transaction(put(&cid, &oid, 0)).await.unwrap();
+            array.queue_transaction(step(&cid, &oid, 0, None, 1)).await.unwrap();
+            let received =
+                || stores.iter().map(|store| store.received.load(Ordering::Relaxed)).sum::<usize>();
+            let before = received();
+            stores.iter().for_each(|store| drop(store.held.send_replace(true)));
+            let queue = |block, from, to| array.queue_transaction(step(&cid, &oid, block, from, to));
+            let (first, second) = (queue(0, Some(1), 2), queue(1, Some(2), 3));
+            // This change was computed from a state that never was, and the next one from this change.
+            let (third, fourth) = (queue(0, Some(9), 4), queue(1, Some(4), 5));
+            let unguarded = queue(0, None, 6);
+            let settle = tokio::time::timeout(Duration::from_millis(200), std::future::pending::<()>());
+            assert!(settle.await.is_err());
+            // In the erasure code, a change of one block has data for one data fragment and for the parity.
+            assert_eq!(received() - before, 8, "{redundancy}: the change without a guard waits");
+            stores.iter().for_each(|store| drop(store.held.send_replace(false)));
+            first.await.unwrap();
+            second.await.unwrap();
+            for refused in [third.await, fourth.await] {
+                assert!(matches!(refused, Err(StoreError::GuardFailed(_))), "{refused:?}");
+            }
+            let read = array.read(&cid, &oid, 0, 8192, None).await.unwrap().contiguous();
+            unguarded.await.unwrap();
+            assert_eq!(read[4096..], [3; 4096]);
+            let read = array.read(&cid, &oid, 0, 8192, None).await.unwrap().contiguous();
+            assert_eq!((&read[..4096], &read[4096..]), (&[6; 4096][..], &[3; 4096][..]));
+            assert_eq!(array.get_xattr(&cid, &oid, "v".into()).await.unwrap(), vec![6]);
+        };
+        LocalSet::new().run_until(test).await;
+    }
 }

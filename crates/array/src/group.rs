@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use base::clock::WallClock;
 use base::pool::BufferPool;
+use bytes::Bytes;
 use store::{CollectionId, ObjectId};
 use tokio::sync::RwLock;
 use uuid::Uuid;
@@ -45,6 +46,9 @@ pub struct GroupOptions {
     /// Returns true if an object is one of the metadata objects of the array's owner. Transactions
     /// change these objects without a lock.
     pub is_internal: fn(&ObjectId) -> bool,
+    /// Name of the xattr that the owner sets with each change of an object, to a value that it never uses
+    /// again. A guard on this xattr shows that a transaction was computed from the object's latest state.
+    pub state_xattr: Bytes,
     /// Redundancy scheme of the group.
     pub redundancy: Redundancy,
     /// All targets of the node.
@@ -83,6 +87,8 @@ pub struct Group {
     pub(crate) meta: ObjectId,
     /// See [`GroupOptions::is_internal`].
     pub(crate) is_internal: fn(&ObjectId) -> bool,
+    /// See [`GroupOptions::state_xattr`].
+    pub(crate) state_xattr: Bytes,
     pub(crate) redundancy: Redundancy,
     pub(crate) layout: StripeLayout,
     pub(crate) coder: Coder,
@@ -143,6 +149,7 @@ impl Group {
             place: options.place,
             meta: options.meta,
             is_internal: options.is_internal,
+            state_xattr: options.state_xattr,
             redundancy: options.redundancy,
             layout,
             coding: options.coding,

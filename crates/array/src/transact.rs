@@ -116,7 +116,8 @@ impl Group {
 
     /// Returns what the ops of a transaction do with an object.
     fn access(&self, interval: &Interval, transaction: &Transaction, oid: &ObjectId) -> ObjectAccess {
-        let has_guard = ops_on(transaction, oid).any(|op| matches!(op, Op::GuardXattr { .. }));
+        let is_guard = |op: &Op| matches!(op, Op::GuardXattr { name, .. } if *name == self.state_xattr);
+        let has_guard = ops_on(transaction, oid).any(is_guard);
         let is_mirror = self.layout.is_mirror();
         let all = ObjectAccess::Change { rows: Rows::All, has_guard, reads: !is_mirror };
         let Some(size) = self.objects.settled_size(oid, interval) else { return all };

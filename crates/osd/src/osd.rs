@@ -21,6 +21,7 @@ use crate::config::{OsdConfig, TargetRetry};
 use crate::ids;
 use crate::inflight::InFlight;
 use crate::map::{MISSING_STEP, NodeMap, PoolRecord, TargetRecord};
+use crate::object::INFO_XATTR;
 use crate::pg::Pg;
 use crate::pool::{ActivePool, ObjectLocation};
 use crate::rebuilds::Rebuilds;
@@ -220,6 +221,7 @@ impl Osd {
             place: (record.id, number),
             meta: ids::meta_object(),
             is_internal: |oid| ids::parse(oid).is_none(),
+            state_xattr: INFO_XATTR,
             redundancy: record.redundancy,
             targets: Rc::clone(&self.members),
             staging: self.staging.clone(),
