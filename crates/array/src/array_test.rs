@@ -573,7 +573,8 @@ async fn changes_of_one_object_are_queued_on_all_members_before_the_first_one_co
             let received =
                 || stores.iter().map(|store| store.received.load(Ordering::Relaxed)).sum::<usize>();
             let before = received();
-            stores.iter().for_each(|store| drop(store.held.send_replace(true)));
+            let hold = |held| stores.iter().for_each(|store| _ = store.held.send_replace(held));
+            hold(true);
             let queue = |block, from, to| array.queue_transaction(step(&cid, &oid, block, from, to));
             let (first, second) = (queue(0, Some(1), 2), queue(1, Some(2), 3));
             // This change was computed from a state that never was, and the next one from this change.
@@ -583,7 +584,7 @@ async fn changes_of_one_object_are_queued_on_all_members_before_the_first_one_co
             assert!(settle.await.is_err());
             // In the erasure code, a change of one block has data for one data fragment and for the parity.
             assert_eq!(received() - before, 8, "{redundancy}: the change without a guard waits");
-            stores.iter().for_each(|store| drop(store.held.send_replace(false)));
+            hold(false);
             first.await.unwrap();
             second.await.unwrap();
             for refused in [third.await, fourth.await] {
