@@ -188,6 +188,12 @@ impl ObjectPlace {
         self.is_queued(change);
     }
 
+    /// Whether no earlier change of the object is in progress.
+    pub(crate) fn is_first_change(&self) -> bool {
+        let entries = self.queue.entries.borrow();
+        entries.range(..self.number).all(|(_, earlier)| matches!(earlier.access, ObjectAccess::Read(_)))
+    }
+
     fn is_queued(&self, change: ChangeId) {
         let last = self.queue.entries.borrow().values().filter_map(|entry| entry.change).max();
         assert!(last < Some(change), "changes of an object are queued in the order of their ids");
@@ -259,21 +265,18 @@ impl Objects {
         place
     }
 
-    /// Returns the size that the object has once all requests that have a place have ended, if it is
-    /// known and none of them may change it.
+    /// Returns the size of an object, if it is known and no request in progress may change it.
     pub(crate) fn settled_size(&self, oid: &ObjectId, interval: &Interval) -> Option<u64> {
         let objects = self.0.borrow();
         let queue = objects.get(oid)?;
         let (learnt, size) = queue.size.get()?;
-        let resizes = |entry: &QueuedAccess| {
-            let may_resize = match &entry.access {
-                ObjectAccess::Change { rows, .. } => *rows == Rows::All,
-                ObjectAccess::Alone => true,
-                ObjectAccess::Read(_) => false,
-            };
-            may_resize && entry.phase != AccessPhase::Queued
+        // Even a queued change may still fail.
+        let may_resize = |entry: &QueuedAccess| match &entry.access {
+            ObjectAccess::Change { rows, .. } => *rows == Rows::All,
+            ObjectAccess::Alone => true,
+            ObjectAccess::Read(_) => false,
         };
-        let is_settled = learnt == interval.number && !queue.entries.borrow().values().any(resizes);
+        let is_settled = learnt == interval.number && !queue.entries.borrow().values().any(may_resize);
         size.filter(|_| is_settled)
     }
 

@@ -165,7 +165,11 @@ impl Group {
                     None if creates && self.rebuilding.borrow().is_none() => None,
                     _ => self.size(interval, &oid, place).await?,
                 };
-                self.repair_before_change(interval, &oid).await;
+                // A repair while earlier changes are in progress could mix old and new data. A read may
+                // have found the damage only now; it also starts a repair.
+                if place.is_first_change() {
+                    self.repair_before_change(interval, &oid).await;
+                }
             }
             work.push(ObjectEdit::new(self, interval, &oid, place, was));
         }

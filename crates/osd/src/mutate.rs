@@ -302,6 +302,11 @@ impl Change<'_> {
         incarnation: u64,
     ) -> StepResult<ChangeEffect> {
         match &fail {
+            // The store need not check the guard first, so the refusal may rest on a change that failed.
+            Fail::Refused(_) if pending.has_failed_base() => {
+                pending.back_in_line();
+                return Err(Fail::Withdrawn);
+            }
             Fail::Refused(_) => {
                 let seen = pending.failed();
                 progress.ticket = None;

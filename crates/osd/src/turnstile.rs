@@ -259,6 +259,11 @@ impl<'a> PendingChange<'a> {
         self.turnstile.wake_first();
     }
 
+    /// Whether an earlier change has failed from which this change was computed.
+    pub(crate) fn has_failed_base(&self) -> bool {
+        self.turnstile.inner.borrow().chain.has_failed_base(self.position)
+    }
+
     /// Records that the change has failed. Observes the state that the store has seen when it refused the
     /// change.
     pub(crate) fn failed(mut self) -> Observation<'a> {
@@ -280,8 +285,9 @@ impl<'a> PendingChange<'a> {
     fn conclude_failure(&self) {
         {
             let mut inner = self.turnstile.inner.borrow_mut();
-            inner.chain.failed(self.position);
-            inner.observers.withdrawn(self.position);
+            if inner.chain.failed(self.position) {
+                inner.observers.withdrawn(self.position);
+            }
             inner.wake_settling();
         }
         self.turnstile.wake_first();
