@@ -577,12 +577,14 @@ async fn changes_of_one_object_are_queued_on_all_members_before_the_first_one_co
             hold(true);
             let queue = |block, from, to| array.queue_transaction(step(&cid, &oid, block, from, to));
             let (first, second) = (queue(0, Some(1), 2), queue(1, Some(2), 3));
-            // This change was computed from a state that never was, and the next one from this change.
+            // This change was computed from a state that never was, and the next one from this
+            // change.
             let (third, fourth) = (queue(0, Some(9), 4), queue(1, Some(4), 5));
             let unguarded = queue(0, None, 6);
             let settle = tokio::time::timeout(Duration::from_millis(200), std::future::pending::<()>());
             assert!(settle.await.is_err());
-            // In the erasure code, a change of one block has data for one data fragment and for the parity.
+            // In the erasure code, a change of one block has data for one data fragment and for the
+            // parity.
             assert_eq!(received() - before, 8, "{redundancy}: the change without a guard waits");
             hold(false);
             first.await.unwrap();

@@ -24,7 +24,8 @@ impl Group {
         question: impl AsyncFn(&MemberLink) -> store::Result<T>,
     ) -> store::Result<T> {
         let interval = self.interval(number).await?;
-        // The query sees the transactions on the object that were submitted before it, and no others.
+        // The query sees the transactions on the object that were submitted before it, and no
+        // others.
         let _held = self.objects.read(oid, Rows::All).await;
         self.ask(&interval, oid, question).await
     }
@@ -85,8 +86,8 @@ impl Group {
         Err(self.unless_failing(&unreadable, e).await)
     }
 
-    /// Returns the size that an object has once all queued changes have committed, or `None` if the object
-    /// does not exist then. Asks the members if the size is not cached.
+    /// Returns the size that an object has once all queued changes have committed, or `None` if the
+    /// object does not exist then. Asks the members if the size is not cached.
     pub(crate) async fn size(
         &self,
         interval: &Interval,

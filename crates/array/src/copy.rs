@@ -39,8 +39,9 @@ const OMAP_PAGE: usize = 1024;
 
 impl Group {
     /// Replaces a member's fragment of an object, and returns the length of the fragment in bytes.
-    /// The caller must be alone on the object. Only a complete copy has the xattrs of the object, with two
-    /// exceptions: in a mirror, and on a member in sync that had lost the object, the omap is copied last.
+    /// The caller must be alone on the object. Only a complete copy has the xattrs of the object,
+    /// with two exceptions: in a mirror, and on a member in sync that had lost the object, the omap
+    /// is copied last.
     ///
     /// # Errors
     /// If the interval has ended, or a member fails.

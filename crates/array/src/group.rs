@@ -46,8 +46,9 @@ pub struct GroupOptions {
     /// Returns true if an object is one of the metadata objects of the array's owner. Transactions
     /// change these objects without a lock.
     pub is_internal: fn(&ObjectId) -> bool,
-    /// Name of the xattr that the owner sets with each change of an object, to a value that it never uses
-    /// again. A guard on this xattr shows that a transaction was computed from the object's latest state.
+    /// Name of the xattr that the owner sets with each change of an object, to a value that it
+    /// never uses again. A guard on this xattr shows that a transaction was computed from the
+    /// object's latest state.
     pub state_xattr: Bytes,
     /// Redundancy scheme of the group.
     pub redundancy: Redundancy,

@@ -102,8 +102,8 @@ impl StripeLayout {
         })
     }
 
-    /// Returns the range of each fragment, in whole blocks, that stores the bytes of a range of the object
-    /// or their parity.
+    /// Returns the range of each fragment, in whole blocks, that stores the bytes of a range of the
+    /// object or their parity.
     pub(crate) fn rows(&self, offset: u64, len: u64) -> Range<u64> {
         let end = offset.saturating_add(len);
         let (first, last) = (self.stripe_of(offset), self.stripe_of(end.saturating_sub(1)));

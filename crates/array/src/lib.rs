@@ -23,8 +23,8 @@
 //! - `group`: the state of a group. `interval`: a period in which the same members take part in
 //!   transactions. `intents`: transactions in progress. `terms`: the numbers (*terms*) of the
 //!   membership records. `rebuilding`: a member that is being rebuilt. `objects`: the order of the
-//!   requests on each object, and its size. `stage`: staged data. `damaged`: fragments to repair. `calls`: calls on
-//!   members and timeouts.
+//!   requests on each object, and its size. `stage`: staged data. `damaged`: fragments to repair.
+//!   `calls`: calls on members and timeouts.
 //! - `overlay` computes the change of an object, `rows` the affected rows of its stripes, `split`
 //!   and `parity` the changes of its fragments. `layout` maps bytes to fragments. `coder` computes
 //!   parity. `coding` chooses where parity is computed.
@@ -42,8 +42,9 @@
 //! missing member as in sync. A transaction with a guard on an object may be queued while earlier
 //! transactions on the object are in progress: the members refuse it if one of these fails. A
 //! transaction without a guard waits for them. The metadata objects of the array's owner (the osd)
-//! are an exception: several transactions may change their omap entries concurrently. Each of these entries is either written by a single transaction, or
-//! has a value that only grows. See `docs/adr/0012` and `docs/adr/0022`.
+//! are an exception: several transactions may change their omap entries concurrently. Each of these
+//! entries is either written by a single transaction, or has a value that only grows. See
+//! `docs/adr/0012` and `docs/adr/0022`.
 //!
 //! **Threads.** An [`Array`] and its group live on one thread, in a `LocalSet`. A request starts
 //! during the call of [`submit`](store::Submit::submit). The rest of the request runs in its own

@@ -1,22 +1,22 @@
-//! [`Objects`]: the order of the requests on each of a group's objects, and what is known about each
-//! object's size.
+//! [`Objects`]: the order of the requests on each of a group's objects, and what is known about
+//! each object's size.
 //!
-//! A request gets its place in the queue of its objects when it is submitted. A change then passes three
-//! phases:
+//! A request gets its place in the queue of its objects when it is submitted. A change then passes
+//! three phases:
 //!
 //! ```text
 //!   waiting ──▶ computing: reads old data, computes parity ──▶ queued: the members have its transactions
 //! ```
 //!
-//! A change computes while earlier changes of other rows compute, too, but changes are queued on the
-//! members in their order. A change that has a guard is computed while earlier changes are queued and not
-//! committed. Its guard makes the members refuse it if an earlier change fails.
+//! A change computes while earlier changes of other rows compute, too, but changes are queued on
+//! the members in their order. A change that has a guard is computed while earlier changes are
+//! queued and not committed. Its guard makes the members refuse it if an earlier change fails.
 //!
-//! A read waits until all earlier changes of its rows are queued, because the members' answers then show
-//! these changes. Later changes of these rows wait for the read. A request that reads data from the
-//! members waits until earlier changes of the object's size have ended: if such a change failed, the
-//! fragments would not have the expected length. A request that is alone waits for all earlier requests,
-//! and all later ones wait for it.
+//! A read waits until all earlier changes of its rows are queued, because the members' answers then
+//! show these changes. Later changes of these rows wait for the read. A request that reads data
+//! from the members waits until earlier changes of the object's size have ended: if such a change
+//! failed, the fragments would not have the expected length. A request that is alone waits for all
+//! earlier requests, and all later ones wait for it.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
@@ -91,8 +91,8 @@ struct QueuedAccess {
 struct ObjectQueue {
     next: Cell<u64>,
     entries: RefCell<BTreeMap<u64, QueuedAccess>>,
-    /// Number of the interval in which the size was learnt, and the size that the object has once all
-    /// queued changes have committed; `None` if the object does not exist.
+    /// Number of the interval in which the size was learnt, and the size that the object has once
+    /// all queued changes have committed; `None` if the object does not exist.
     size: Cell<Option<(u64, Option<u64>)>>,
 }
 
@@ -110,8 +110,8 @@ impl ObjectQueue {
             (ObjectAccess::Change { rows, .. }, ObjectAccess::Read(read)) => !rows.overlap(read),
             (ObjectAccess::Change { rows, has_guard, reads }, ObjectAccess::Change { rows: changed, .. }) => {
                 match earlier.phase {
-                    // Changes begin in their order. Otherwise a change could hold the gate of the group
-                    // while it waits for an earlier one that waits for the gate.
+                    // Changes begin in their order. Otherwise a change could hold the gate of the
+                    // group while it waits for an earlier one that waits for the gate.
                     AccessPhase::Waiting => false,
                     AccessPhase::Computing => *has_guard && !rows.overlap(changed),
                     AccessPhase::Queued => *has_guard && !(*reads && *changed == Rows::All),
@@ -181,8 +181,8 @@ impl ObjectPlace {
         self.wait(ObjectQueue::may_queue).await;
     }
 
-    /// Records that the change is queued on the members, and gives the object this size; `None` if it
-    /// removes the object.
+    /// Records that the change is queued on the members, and gives the object this size; `None` if
+    /// it removes the object.
     pub(crate) fn queued(&self, change: ChangeId, interval: &Interval, size: Option<u64>) {
         self.set_size(interval, size);
         self.is_queued(change);
@@ -211,8 +211,8 @@ impl ObjectPlace {
         self.queue.wake();
     }
 
-    /// Returns the size that the object has once all queued changes have committed, if it was learnt in
-    /// this interval. The inner value is `None` if the object does not exist.
+    /// Returns the size that the object has once all queued changes have committed, if it was
+    /// learnt in this interval. The inner value is `None` if the object does not exist.
     pub(crate) fn size(&self, interval: &Interval) -> Option<Option<u64>> {
         self.queue.size.get().filter(|(learnt, _)| *learnt == interval.number).map(|(_, size)| size)
     }

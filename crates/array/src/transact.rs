@@ -57,7 +57,8 @@ impl Group {
         self.still(&interval)?;
         let mut work = self.edits(&interval, &transaction, places).await?;
         if let Err(e) = apply(self, &transaction, &interval, &mut work) {
-            // The ops may contradict the object only because it has not the state that the guards demand.
+            // The ops may contradict the object only because it has not the state that the guards
+            // demand.
             return Err(self.failed_guard(&interval, &work).await?.unwrap_or(e));
         }
         for one in &mut work {
@@ -92,8 +93,8 @@ impl Group {
         self.intents.borrow().undo_objects()
     }
 
-    /// Gives the transaction its places in the queues of the objects that it changes. An object of which
-    /// only the omap changes has no queue.
+    /// Gives the transaction its places in the queues of the objects that it changes. An object of
+    /// which only the omap changes has no queue.
     fn enter(&self, interval: &Interval, transaction: &Transaction) -> Vec<(ObjectId, Option<ObjectPlace>)> {
         let mut oids: Vec<&ObjectId> = Vec::new();
         for oid in transaction.ops.iter().filter_map(object_of) {
@@ -155,9 +156,10 @@ impl Group {
         for (oid, place) in places {
             let mut was = None;
             if let Some(place) = &place {
-                // A transaction that creates an object need not check whether the object exists: the
-                // members refuse to create an object twice. This works only if the exclusive creation
-                // reaches the members. A removal in the same transaction would cancel the creation.
+                // A transaction that creates an object need not check whether the object exists:
+                // the members refuse to create an object twice. This works only if the exclusive
+                // creation reaches the members. A removal in the same transaction would cancel the
+                // creation.
                 let mut own = ops_on(transaction, &oid);
                 let creates = matches!(own.next(), Some(Op::CreateExclusive { .. }))
                     && !own.any(|op| matches!(op, Op::Remove { .. }));
@@ -165,8 +167,8 @@ impl Group {
                     None if creates && self.rebuilding.borrow().is_none() => None,
                     _ => self.size(interval, &oid, place).await?,
                 };
-                // A repair while earlier changes are in progress could mix old and new data. A read may
-                // have found the damage only now; it also starts a repair.
+                // A repair while earlier changes are in progress could mix old and new data. A read
+                // may have found the damage only now; it also starts a repair.
                 if place.is_first_change() {
                     self.repair_before_change(interval, &oid).await;
                 }
@@ -176,8 +178,8 @@ impl Group {
         Ok(work)
     }
 
-    /// Returns the error of the first guard that does not hold. Members check guards only as part of a
-    /// transaction.
+    /// Returns the error of the first guard that does not hold. Members check guards only as part
+    /// of a transaction.
     async fn failed_guard(
         &self,
         interval: &Interval,

@@ -96,8 +96,8 @@ impl Group {
     }
 
     /// Appends the ops that restore the old metadata. Metadata is the same on all members, so
-    /// `peer` still has the old metadata. If it lacks the object, an earlier change that is also undone
-    /// has created the object.
+    /// `peer` still has the old metadata. If it lacks the object, an earlier change that is also
+    /// undone has created the object.
     async fn undo_metadata(
         &self,
         touched: &Touched,

@@ -86,8 +86,8 @@ impl ObjectEdit {
         Ok(())
     }
 
-    /// Adds a guard. The members check all guards first, so a guard must not follow another op on the
-    /// object.
+    /// Adds a guard. The members check all guards first, so a guard must not follow another op on
+    /// the object.
     fn guard(&mut self, op: &Op) -> store::Result<()> {
         let is_first = self.meta.is_empty()
             && self.overlay.is_unchanged()

@@ -41,7 +41,8 @@ pub enum Mutant {
     /// An array takes the newest record of the available members for the last one, without the
     /// witness.
     IgnoreWitness,
-    /// The osd answers that a condition does not hold before the change that it has seen is durable.
+    /// The osd answers that a condition does not hold before the change that it has seen is
+    /// durable.
     AnswerBeforeDurable,
     /// A read does not wait for a pending change that overlaps its range.
     ReadOvertakesWrite,

@@ -1,18 +1,18 @@
 //! [`ChangeChain`]: the changes of one object that are queued and not durable yet.
 //!
-//! Each change of an object is computed from the state that the object has once all earlier changes of
-//! the chain are durable. The change's transaction contains a guard on that state
-//! ([`store::Op::GuardXattr`]). If a change fails, the store therefore refuses all later changes of the
-//! chain: they are *withdrawn*, and must be computed again.
+//! Each change of an object is computed from the state that the object has once all earlier changes
+//! of the chain are durable. The change's transaction contains a guard on that state
+//! ([`store::Op::GuardXattr`]). If a change fails, the store therefore refuses all later changes of
+//! the chain: they are *withdrawn*, and must be computed again.
 //!
 //! ```text
 //!   durable state ── change 7 ── change 8 ── change 9      latest state: after change 9
 //!                    └──────── pending ────────┘
 //! ```
 //!
-//! A reader may see the state after any change of the chain, but must not show it before that change
-//! is durable. A read whose range no pending change modifies sees the durable state, and waits for
-//! nothing.
+//! A reader may see the state after any change of the chain, but must not show it before that
+//! change is durable. A read whose range no pending change modifies sees the durable state, and
+//! waits for nothing.
 //!
 //! This module is pure: it does not wait and has no wakers. `turnstile` adds both.
 
@@ -29,15 +29,17 @@ use crate::object::ObjectInfo;
 pub(crate) enum ModifiedRange {
     /// No bytes: the change modifies only metadata.
     Nothing,
-    /// Bytes of this range. A change that makes the object longer modifies all bytes after the old end.
+    /// Bytes of this range. A change that makes the object longer modifies all bytes after the old
+    /// end.
     Bytes(Range<u64>),
     /// Any bytes, or the existence of the object.
     All,
 }
 
 impl ModifiedRange {
-    /// Returns the bytes that the ops of a transaction modify of the object `oid`, whose state before the
-    /// transaction is `before` and after it is `after`; `None` if the object does not exist.
+    /// Returns the bytes that the ops of a transaction modify of the object `oid`, whose state
+    /// before the transaction is `before` and after it is `after`; `None` if the object does not
+    /// exist.
     pub(crate) fn of(
         oid: &ObjectId,
         ops: &[Op],
@@ -87,8 +89,8 @@ impl ModifiedRange {
     }
 }
 
-/// Number of a change in its chain. Later changes have higher numbers. 0 stands for the durable state
-/// before the first change.
+/// Number of a change in its chain. Later changes have higher numbers. 0 stands for the durable
+/// state before the first change.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
 pub(crate) struct ChainPosition(u64);
 
@@ -107,8 +109,8 @@ struct ChainLink {
 /// The pending changes of one object, and the state before them.
 #[derive(Debug, Default)]
 pub(crate) struct ChangeChain {
-    /// The object's durable state, and the incarnation in which it was learnt. `None` if the state is
-    /// unknown. The inner `None` means that the object does not exist.
+    /// The object's durable state, and the incarnation in which it was learnt. `None` if the state
+    /// is unknown. The inner `None` means that the object does not exist.
     durable: Option<(u64, Option<ObjectInfo>)>,
     pending: VecDeque<ChainLink>,
     /// Position of the last change that was queued.
@@ -130,8 +132,8 @@ impl ChangeChain {
         self.epoch
     }
 
-    /// Whether a pending change was queued in another incarnation, or will fail because an earlier change
-    /// has failed. No change may be computed until this is no longer so.
+    /// Whether a pending change was queued in another incarnation, or will fail because an earlier
+    /// change has failed. No change may be computed until this is no longer so.
     pub(crate) fn is_broken(&self, incarnation: u64) -> bool {
         // `push` makes sure that all later changes agree with the first one.
         self.pending
@@ -139,8 +141,8 @@ impl ChangeChain {
             .is_some_and(|first| first.incarnation != incarnation || first.epoch != self.epoch)
     }
 
-    /// Returns the state that the object has once all pending changes are durable, if it is known in this
-    /// incarnation. The inner `None` means that the object does not exist.
+    /// Returns the state that the object has once all pending changes are durable, if it is known
+    /// in this incarnation. The inner `None` means that the object does not exist.
     pub(crate) fn latest(&self, incarnation: u64) -> Option<Option<ObjectInfo>> {
         let known = match self.pending.back() {
             Some(link) if link.epoch == self.epoch => Some((link.incarnation, link.after)),
@@ -150,10 +152,10 @@ impl ChangeChain {
         Self::current(known, incarnation)
     }
 
-    /// Returns the oldest state of which a read of `range` sees the same bytes as of the latest state, and
-    /// the position of the change that made it. If a later state has the version `wanted`, returns this
-    /// state. The read must not show the state before the change at this position is durable. Returns
-    /// `None` if the state is not known in this incarnation.
+    /// Returns the oldest state of which a read of `range` sees the same bytes as of the latest
+    /// state, and the position of the change that made it. If a later state has the version
+    /// `wanted`, returns this state. The read must not show the state before the change at this
+    /// position is durable. Returns `None` if the state is not known in this incarnation.
     pub(crate) fn visible(
         &self,
         incarnation: u64,
@@ -204,8 +206,8 @@ impl ChangeChain {
         position
     }
 
-    /// Records that a pending change is durable. All earlier changes are durable, too, because otherwise
-    /// its guard would have failed; their outcomes may become known later.
+    /// Records that a pending change is durable. All earlier changes are durable, too, because
+    /// otherwise its guard would have failed; their outcomes may become known later.
     pub(crate) fn committed(&mut self, position: ChainPosition) {
         let Some(index) = self.index(position) else { return };
         if let Some(link) = self.pending.drain(..=index).next_back()
@@ -215,9 +217,9 @@ impl ChangeChain {
         }
     }
 
-    /// Records that a pending change has failed, or that its outcome is unknown. The state of the object
-    /// must be read again once no change is pending. Returns false if the change is known to be durable,
-    /// because a later one is.
+    /// Records that a pending change has failed, or that its outcome is unknown. The state of the
+    /// object must be read again once no change is pending. Returns false if the change is known to
+    /// be durable, because a later one is.
     pub(crate) fn failed(&mut self, position: ChainPosition) -> bool {
         let Some(link) = self.index(position).and_then(|index| self.pending.remove(index)) else {
             return false;
@@ -228,7 +230,8 @@ impl ChangeChain {
         true
     }
 
-    /// Whether an earlier change has failed from which the pending change at `position` was computed.
+    /// Whether an earlier change has failed from which the pending change at `position` was
+    /// computed.
     pub(crate) fn has_failed_base(&self, position: ChainPosition) -> bool {
         self.first_failed.is_some_and(|first| first < position)
     }
@@ -347,12 +350,13 @@ mod tests {
         assert!(!chain.has_failed_base(next));
     }
 
-    /// A store that executes transactions in order. A transaction is refused if its guard does not hold.
+    /// A store that executes transactions in order. A transaction is refused if its guard does not
+    /// hold.
     #[derive(Default)]
     struct TestStore {
         version: u64,
-        /// The queued transactions: position, guard, version that it writes, whether the store refuses it
-        /// for another reason.
+        /// The queued transactions: position, guard, version that it writes, whether the store
+        /// refuses it for another reason.
         queue: VecDeque<(ChainPosition, Option<u64>, u64, bool)>,
     }
 

@@ -7,7 +7,8 @@ use crate::fail::StepResult;
 use crate::object::{ObjectInfo, user_xattr};
 use crate::pool::ObjectLocation;
 
-/// Checks conditions on an object whose latest record is `info`. The caller must hold the object's turn.
+/// Checks conditions on an object whose latest record is `info`. The caller must hold the object's
+/// turn.
 ///
 /// # Errors
 /// [`Error::ConditionFailed`] for the first condition that does not hold.
@@ -23,12 +24,12 @@ pub(crate) async fn check_conditions(
     Ok(())
 }
 
-/// Checks the conditions that need no lookup of an xattr or an omap entry. Returns guards for the other
-/// conditions, which the store checks when it executes the transaction of the change.
+/// Checks the conditions that need no lookup of an xattr or an omap entry. Returns guards for the
+/// other conditions, which the store checks when it executes the transaction of the change.
 ///
 /// # Errors
-/// [`Error::ConditionFailed`] if a checked condition does not hold. An earlier condition may also not
-/// hold.
+/// [`Error::ConditionFailed`] if a checked condition does not hold. An earlier condition may also
+/// not hold.
 pub(crate) async fn guard_conditions(
     place: &ObjectLocation,
     name: &str,

@@ -497,8 +497,8 @@ pub(crate) fn set_info(oid: &ObjectId, info: &ObjectInfo) -> Op {
     Op::SetXattrs { oid: oid.clone(), xattrs }
 }
 
-/// Returns the op that refuses a transaction unless the object has this record; `None` if the object must
-/// not exist.
+/// Returns the op that refuses a transaction unless the object has this record; `None` if the
+/// object must not exist.
 pub(crate) fn guard_info(oid: &ObjectId, info: Option<&ObjectInfo>) -> Op {
     Op::GuardXattr { oid: oid.clone(), name: INFO_XATTR, value: info.map(ObjectInfo::encode) }
 }

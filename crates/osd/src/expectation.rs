@@ -2,8 +2,8 @@
 
 use std::cell::Cell;
 
-/// Predicts whether the next outcome is yes (two-bit saturating counter, as in a branch predictor). The
-/// first prediction is yes.
+/// Predicts whether the next outcome is yes (two-bit saturating counter, as in a branch predictor).
+/// The first prediction is yes.
 pub(crate) struct Expectation(Cell<u8>);
 
 impl Default for Expectation {

@@ -14,8 +14,8 @@ pub(crate) enum Fail {
     Lost(String),
     /// The request is refused with this error.
     Refused(wire::Error),
-    /// What the step saw depended on a pending change of the object that has failed. The caller repeats
-    /// the step at once.
+    /// What the step saw depended on a pending change of the object that has failed. The caller
+    /// repeats the step at once.
     Withdrawn,
 }
 

@@ -7,9 +7,11 @@
 //! - `serve` decodes each request, finds its session and sends the reply.
 //! - `gather` pulls a write's data into staging memory and stages the data in the store.
 //! - `mutate` waits for a change's turn on the object (`turnstile`) and checks the change's
-//!   conditions. `draft` computes the transaction, and the placement group (`pg`) adds the
-//!   request's result to the transaction. `mutate` returns when the transaction is durable.
-//! - `read` and `list` execute reads and listings. Both return only durable data.
+//!   conditions (`conditions`). `draft` computes the transaction from the latest state (`chain`), and
+//!   the placement group (`pg`) adds the request's result to the transaction. `mutate` returns when
+//!   the transaction is durable.
+//! - `read`, `query` and `list` execute reads, queries and listings. They return only durable data:
+//!   a request that has seen a pending change waits for it (`observers`).
 //! - `audit` compares the size in each object's record with the size of the object's stored data.
 //! - `map` is the durable record of the node's targets and pools. `pools` creates and removes
 //!   pools.

@@ -201,9 +201,10 @@ impl Change<'_> {
         Ok(earlier)
     }
 
-    /// Computes the change's transaction from the object's latest state. First makes assumptions that
-    /// save lookups and that the store checks: the object is new, or the conditions hold. If an op or a
-    /// condition fails under these assumptions, computes the transaction again without them.
+    /// Computes the change's transaction from the object's latest state. First makes assumptions
+    /// that save lookups and that the store checks: the object is new, or the conditions hold. If
+    /// an op or a condition fails under these assumptions, computes the transaction again without
+    /// them.
     async fn evaluate(
         &self,
         turn: &Turn<'_>,
@@ -292,8 +293,8 @@ impl Change<'_> {
         self.conclude_failure(fail, pending, progress, incarnation).await
     }
 
-    /// Handles the failure of a queued change. Prepares another attempt, unless the store has refused the
-    /// change.
+    /// Handles the failure of a queued change. Prepares another attempt, unless the store has
+    /// refused the change.
     async fn conclude_failure<'a>(
         &self,
         fail: Fail,
@@ -302,7 +303,8 @@ impl Change<'_> {
         incarnation: u64,
     ) -> StepResult<ChangeEffect> {
         match &fail {
-            // The store need not check the guard first, so the refusal may rest on a change that failed.
+            // The store need not check the guard first, so the refusal may rest on a change that
+            // failed.
             Fail::Refused(_) if pending.has_failed_base() => {
                 pending.back_in_line();
                 return Err(Fail::Withdrawn);
@@ -318,8 +320,8 @@ impl Change<'_> {
                 self.place.pg.backing.lost(incarnation);
                 progress.unsure = true;
                 if matches!(progress.data, Some(Gathered::Staged(_))) {
-                    // The staged data was lost with the store. The ticket is dropped, because a slow
-                    // client must not block the object while it sends the data again.
+                    // The staged data was lost with the store. The ticket is dropped, because a
+                    // slow client must not block the object while it sends the data again.
                     drop(pending);
                     (progress.data, progress.ticket) = (None, None);
                 } else {
@@ -330,8 +332,8 @@ impl Change<'_> {
         Err(fail)
     }
 
-    /// Returns the latest record of the object. If the object was uncached, also records whether it was
-    /// new.
+    /// Returns the latest record of the object. If the object was uncached, also records whether it
+    /// was new.
     async fn look(&self, turn: &Turn<'_>, incarnation: u64) -> StepResult<Option<ObjectInfo>> {
         let pg = &self.place.pg;
         let unseen = turn.latest(incarnation).is_none();
@@ -382,8 +384,8 @@ impl Change<'_> {
         self.ops.first().is_some_and(whole) && self.conditions.iter().all(|c| matches!(c, Condition::Absent))
     }
 
-    /// Computes the transaction for the given basis. With `guards_conditions`, the transaction checks
-    /// the conditions that need a lookup.
+    /// Computes the transaction for the given basis. With `guards_conditions`, the transaction
+    /// checks the conditions that need a lookup.
     async fn draft(
         &self,
         turn: &Turn<'_>,

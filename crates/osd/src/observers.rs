@@ -1,5 +1,5 @@
-//! [`Observers`]: requests that have seen a pending change of an object, and must not show it before it
-//! is durable.
+//! [`Observers`]: requests that have seen a pending change of an object, and must not show it
+//! before it is durable.
 
 use std::collections::BTreeMap;
 use std::task::Waker;
@@ -39,7 +39,8 @@ impl Observers {
         id
     }
 
-    /// Returns what has become of the change that an observer has seen. Wakes `waker` when this changes.
+    /// Returns what has become of the change that an observer has seen. Wakes `waker` when this
+    /// changes.
     pub(crate) fn poll(&mut self, id: ObserverId, waker: &Waker) -> SeenChange {
         let Some((seen, known)) = self.waiting.get_mut(&id) else { return SeenChange::Durable };
         known.clone_from(waker);
@@ -62,7 +63,8 @@ impl Observers {
         }
     }
 
-    /// Records that the change at `position` has failed, so that all later pending changes will fail.
+    /// Records that the change at `position` has failed, so that all later pending changes will
+    /// fail.
     pub(crate) fn withdrawn(&mut self, position: ChainPosition) {
         let first = ObserverId { position, number: 0 };
         for (seen, waker) in self.waiting.range_mut(first..).map(|(_, slot)| slot) {

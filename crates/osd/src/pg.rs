@@ -540,8 +540,8 @@ impl Pg {
         Ok(listed)
     }
 
-    /// Returns the latest record of an object, from memory or from the store; `None` if the object does
-    /// not exist. The caller must hold the object's turn, and [`Turn::is_of`] must hold.
+    /// Returns the latest record of an object, from memory or from the store; `None` if the object
+    /// does not exist. The caller must hold the object's turn, and [`Turn::is_of`] must hold.
     pub(crate) async fn info(
         &self,
         oid: &ObjectId,
@@ -564,8 +564,8 @@ impl Pg {
         Ok(info)
     }
 
-    /// Waits for a ticket's turn on an object. Returns the turn and the current incarnation. `begin`
-    /// makes the group usable in the current incarnation: [`Pg::load`] or [`Pg::settle`].
+    /// Waits for a ticket's turn on an object. Returns the turn and the current incarnation.
+    /// `begin` makes the group usable in the current incarnation: [`Pg::load`] or [`Pg::settle`].
     pub(crate) async fn enter<'a>(
         &self,
         ticket: &Ticket<'a>,
@@ -577,7 +577,8 @@ impl Pg {
             if turn.is_of(incarnation) {
                 return Ok((turn, incarnation));
             }
-            // A new incarnation has begun, so the pending changes of the object must be settled first.
+            // A new incarnation has begun, so the pending changes of the object must be settled
+            // first.
             ticket.keep_place();
         }
     }

@@ -1,7 +1,7 @@
 //! Execution of queries.
 //!
-//! A query submits all of its calls to the store during its turn on the object, so that all answers show
-//! the same state. It then ends its turn, and answers when this state is durable.
+//! A query submits all of its calls to the store during its turn on the object, so that all answers
+//! show the same state. It then ends its turn, and answers when this state is durable.
 
 use bytes::Bytes;
 use store::{ReplyOf, StoreCalls, StoreError};

@@ -1,14 +1,14 @@
 //! Execution of reads.
 //!
-//! A read draws a ticket for the object. During its turn, it submits its call to the store, whose answer
-//! shows all pending changes, and ends its turn. The turn ends before the data arrives, so neither a slow
-//! store nor a slow client blocks the object. The read returns the newest state whose bytes it has read:
-//! the durable state if no pending change overlaps its range, or else the state after the last change that
-//! overlaps it, once this change is durable.
+//! A read draws a ticket for the object. During its turn, it submits its call to the store, whose
+//! answer shows all pending changes, and ends its turn. The turn ends before the data arrives, so
+//! neither a slow store nor a slow client blocks the object. The read returns the newest state
+//! whose bytes it has read: the durable state if no pending change overlaps its range, or else the
+//! state after the last change that overlaps it, once this change is durable.
 //!
-//! A long read repeats these steps for each segment, and detects by the object's version whether the
-//! object changed between two segments. The size of the object is known before the data of the first
-//! segment arrives, so the other segments start at once.
+//! A long read repeats these steps for each segment, and detects by the object's version whether
+//! the object changed between two segments. The size of the object is known before the data of the
+//! first segment arrives, so the other segments start at once.
 
 use std::ops::Range;
 use std::rc::Rc;
@@ -155,7 +155,8 @@ impl ObjectRead<'_> {
             match segments.next().await {
                 // The caller reads again. No push may be in progress then.
                 Some(Err(Fail::Withdrawn)) => failed = Some(Fail::Withdrawn),
-                // The version may be gone because its change has failed. Then the first segment fails, too.
+                // The version may be gone because its change has failed. Then the first segment
+                // fails, too.
                 Some(Err(changed @ Fail::Refused(Error::Changed { .. }))) => {
                     failed = failed.or(Some(changed))
                 }
@@ -239,8 +240,8 @@ impl ObjectRead<'_> {
     }
 
     /// Waits for a turn on the object, and then requests a segment of up to `segment` bytes from
-    /// the store. The segment shows a state in which the bytes of `range` are up to date. `likely` is the
-    /// expected length of the segment; the first buffer has this size.
+    /// the store. The segment shows a state in which the bytes of `range` are up to date. `likely`
+    /// is the expected length of the segment; the first buffer has this size.
     async fn begin(
         &self,
         at: u64,
@@ -293,7 +294,8 @@ impl ObjectRead<'_> {
         }
     }
 
-    /// Waits for the segment's data from the store, and verifies it. Waits until the data is durable.
+    /// Waits for the segment's data from the store, and verifies it. Waits until the data is
+    /// durable.
     async fn finish(&self, begun: Begun<'_>) -> StepResult<Payload> {
         let data = match begun.reading {
             Some(reading) => Some(reading.await),

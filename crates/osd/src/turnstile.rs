@@ -1,16 +1,17 @@
 //! [`Turnstile`]: the order of the requests on one object, and its pending changes.
 //!
 //! Every request draws a ticket. One request at a time has its *turn*, in the order of the tickets.
-//! During its turn, a request inspects the object's latest state, which includes all pending changes, and
-//! a change queues its transaction. The request then ends its turn, and its change is *pending* at the end
-//! of the object's [`ChangeChain`]. The next request has its turn while this change commits.
+//! During its turn, a request inspects the object's latest state, which includes all pending
+//! changes, and a change queues its transaction. The request then ends its turn, and its change is
+//! *pending* at the end of the object's [`ChangeChain`]. The next request has its turn while this
+//! change commits.
 //!
-//! A request that shows what it has seen waits for the durability of the pending change that it has seen
-//! ([`Observation`]). If this change fails, the request looks again.
+//! A request that shows what it has seen waits for the durability of the pending change that it has
+//! seen ([`Observation`]). If this change fails, the request looks again.
 //!
-//! When a change fails or the store becomes unreachable, the pending changes that depend on it, and the
-//! request in turn, wait for a new turn with their old tickets. No later request overtakes them: no ticket
-//! gets a turn while a change is pending that will fail.
+//! When a change fails or the store becomes unreachable, the pending changes that depend on it, and
+//! the request in turn, wait for a new turn with their old tickets. No later request overtakes
+//! them: no ticket gets a turn while a change is pending that will fail.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -62,8 +63,8 @@ impl Turnstile {
         Ticket { turnstile: self, number: inner.next_ticket }
     }
 
-    /// Returns the state that the object has once all pending changes are durable, if it is known in this
-    /// incarnation. The inner `None` means that the object does not exist.
+    /// Returns the state that the object has once all pending changes are durable, if it is known
+    /// in this incarnation. The inner `None` means that the object does not exist.
     pub(crate) fn latest(&self, incarnation: u64) -> Option<Option<ObjectInfo>> {
         self.inner.borrow().chain.latest(incarnation)
     }
@@ -140,13 +141,14 @@ impl<'a> Turn<'a> {
         .await;
     }
 
-    /// Whether all pending changes were queued in this incarnation, and none of them is known to fail.
+    /// Whether all pending changes were queued in this incarnation, and none of them is known to
+    /// fail.
     pub(crate) fn is_of(&self, incarnation: u64) -> bool {
         !self.turnstile.inner.borrow().chain.is_broken(incarnation)
     }
 
-    /// Number of changes of the object that have failed. If it grows during the turn, the request may have
-    /// seen a change that has failed.
+    /// Number of changes of the object that have failed. If it grows during the turn, the request
+    /// may have seen a change that has failed.
     pub(crate) fn epoch(&self) -> u64 {
         self.turnstile.inner.borrow().chain.epoch()
     }
@@ -172,9 +174,9 @@ impl<'a> Turn<'a> {
         self.turnstile.observe(position)
     }
 
-    /// Observes the oldest state of which a read of `range` sees the same bytes as of the latest state; if
-    /// a later one has the version `wanted`, this one. `None` if the state is not known in this
-    /// incarnation.
+    /// Observes the oldest state of which a read of `range` sees the same bytes as of the latest
+    /// state; if a later one has the version `wanted`, this one. `None` if the state is not known
+    /// in this incarnation.
     pub(crate) fn observe_range(
         &self,
         incarnation: u64,
@@ -185,8 +187,8 @@ impl<'a> Turn<'a> {
         Some((info, self.turnstile.observe(position)))
     }
 
-    /// Ends the turn after a transaction was queued in `incarnation` that makes the state `after`. The
-    /// change is pending until the caller reports its outcome.
+    /// Ends the turn after a transaction was queued in `incarnation` that makes the state `after`.
+    /// The change is pending until the caller reports its outcome.
     pub(crate) fn pend(
         self,
         incarnation: u64,
@@ -220,14 +222,12 @@ impl Observation<'_> {
     /// [`Fail::Withdrawn`] if the change has failed.
     pub(crate) async fn durable(&self) -> StepResult<()> {
         let Some(id) = self.id else { return Ok(()) };
-        let seen = poll_fn(|cx| match self.turnstile.inner.borrow_mut().observers.poll(id, cx.waker()) {
+        poll_fn(|cx| match self.turnstile.inner.borrow_mut().observers.poll(id, cx.waker()) {
             SeenChange::Pending => Poll::Pending,
-            seen => Poll::Ready(seen),
-        });
-        match seen.await {
-            SeenChange::Withdrawn => Err(Fail::Withdrawn),
-            SeenChange::Durable | SeenChange::Pending => Ok(()),
-        }
+            SeenChange::Durable => Poll::Ready(Ok(())),
+            SeenChange::Withdrawn => Poll::Ready(Err(Fail::Withdrawn)),
+        })
+        .await
     }
 }
 
@@ -237,8 +237,8 @@ impl Drop for Observation<'_> {
     }
 }
 
-/// A change whose transaction is queued. Dropping this value without an outcome means that the outcome is
-/// unknown.
+/// A change whose transaction is queued. Dropping this value without an outcome means that the
+/// outcome is unknown.
 pub(crate) struct PendingChange<'a> {
     turnstile: &'a Turnstile,
     ticket: u64,
@@ -264,8 +264,8 @@ impl<'a> PendingChange<'a> {
         self.turnstile.inner.borrow().chain.has_failed_base(self.position)
     }
 
-    /// Records that the change has failed. Observes the state that the store has seen when it refused the
-    /// change.
+    /// Records that the change has failed. Observes the state that the store has seen when it
+    /// refused the change.
     pub(crate) fn failed(mut self) -> Observation<'a> {
         self.is_concluded = true;
         let before = self.turnstile.inner.borrow().chain.before(self.position);
@@ -274,8 +274,8 @@ impl<'a> PendingChange<'a> {
         observation
     }
 
-    /// Records that the change has failed, or that its outcome is unknown. Puts its old ticket back into
-    /// the queue for a new turn. No later request gets a turn before this ticket.
+    /// Records that the change has failed, or that its outcome is unknown. Puts its old ticket back
+    /// into the queue for a new turn. No later request gets a turn before this ticket.
     pub(crate) fn back_in_line(mut self) {
         self.is_concluded = true;
         self.turnstile.inner.borrow_mut().keep_place(self.ticket);

@@ -124,8 +124,8 @@ kinds! {
     /// The process that owns the drives is killed, and a bit at the end of a drive's log flips before the
     /// process starts again. The damage is permanent.
     DamageLogEnd, "damage-log-end", 0;
-    /// The calls of all clients meet on few objects, and the node loses power or a role is killed during
-    /// these calls. This kind lasts for the whole simulation.
+    /// The calls of all clients meet on few objects, and the node loses power or a role is killed
+    /// during these calls. This kind lasts for the whole simulation.
     HotObjects, "hot-objects", 0;
     /// The operator starts a scrub, changes a setting, creates and removes a pool, or asks for the
     /// status.
@@ -688,8 +688,8 @@ impl SimulationPlan {
         self.faults.iter().any(|fault| fault.kind == FaultKind::HotObjects)
     }
 
-    /// Hot objects, in a quarter of the plans. The node loses power or a role is killed shortly after the
-    /// clients have begun their calls.
+    /// Hot objects, in a quarter of the plans. The node loses power or a role is killed shortly
+    /// after the clients have begun their calls.
     fn hot_objects(&self, options: &PlanOptions) -> Vec<PlannedFault> {
         let mut rng = rng(self.seed, RandomStream::Hot);
         let occur = rng.random_bool(0.25) || options.hot;

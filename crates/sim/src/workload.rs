@@ -67,8 +67,8 @@ impl WorkloadOptions {
         }
     }
 
-    /// Returns parameters for clients whose calls meet on few objects. Changes depend on earlier changes:
-    /// many have conditions or append, and omap entries change from one value to the next.
+    /// Returns parameters for clients whose calls meet on few objects. Changes depend on earlier
+    /// changes: many have conditions or append, and omap entries change from one value to the next.
     #[must_use]
     pub fn hot(pools: Vec<PoolName>) -> WorkloadOptions {
         let (hot, cold, hot_percent, listings) = (2, 4, 95, 1);
@@ -336,8 +336,8 @@ impl ClientWorkload {
         change
     }
 
-    /// Returns a change of an omap entry from its last known value to the next one. Sometimes the change
-    /// also appends, so that it depends on the size of the object.
+    /// Returns a change of an omap entry from its last known value to the next one. Sometimes the
+    /// change also appends, so that it depends on the size of the object.
     fn step<R: Rng>(
         &mut self,
         rng: &mut R,

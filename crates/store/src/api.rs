@@ -25,7 +25,8 @@ use crate::{
 /// queued. Transactions of different collections commit in parallel. A read or query sees every
 /// transaction of its collection that was queued before it, even if the transaction is not durable
 /// yet. A read or query of an object sees no transaction that was queued after it. A query about a
-/// collection may see such transactions. A store that divides long reads states the length up to which this holds.
+/// collection may see such transactions. A store that divides long reads states the length up to
+/// which this holds.
 ///
 /// **Durability.** The future of a transaction resolves with success once the transaction will
 /// survive a power failure. It resolves with an error if the transaction failed. A failed

@@ -256,8 +256,8 @@ pub enum Op {
         /// The object's new id in that collection.
         dst: ObjectId,
     },
-    /// Fails with [`StoreError::GuardFailed`] unless the xattr has the given value at this point of the
-    /// transaction. Changes nothing and creates no object.
+    /// Fails with [`StoreError::GuardFailed`] unless the xattr has the given value at this point of
+    /// the transaction. Changes nothing and creates no object.
     GuardXattr {
         /// The object.
         oid: ObjectId,
@@ -266,8 +266,8 @@ pub enum Op {
         /// The expected value. `None` if the xattr, or the object, must not exist.
         value: Option<Bytes>,
     },
-    /// Fails with [`StoreError::GuardFailed`] unless the omap entry has the given value at this point of
-    /// the transaction. Changes nothing and creates no object.
+    /// Fails with [`StoreError::GuardFailed`] unless the omap entry has the given value at this
+    /// point of the transaction. Changes nothing and creates no object.
     GuardOmap {
         /// The object.
         oid: ObjectId,

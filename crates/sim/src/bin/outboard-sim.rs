@@ -57,7 +57,8 @@ struct Arguments {
     /// Kinds of faults that do not occur, separated by commas.
     #[arg(long, value_delimiter = ',', value_name = "KIND")]
     off: Vec<FaultKind>,
-    /// Make the calls of all clients meet on few objects, in all simulations instead of a quarter of them.
+    /// Make the calls of all clients meet on few objects, in all simulations instead of a quarter
+    /// of them.
     #[arg(long)]
     hot: bool,
     /// Inject only the faults with these numbers, as --minimize prints them. Without a number, inject

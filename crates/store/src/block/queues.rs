@@ -122,8 +122,8 @@ impl CallQueues {
         !is_transaction || call.collections.iter().all(|cid| first(cid) == Some(&op))
     }
 
-    /// Whether a transaction must wait for an earlier read or query. It runs again when this call has its
-    /// metadata.
+    /// Whether a transaction must wait for an earlier read or query. It runs again when this call
+    /// has its metadata.
     fn is_held_up(&self, op: u64, call: &PendingCall) -> bool {
         match &call.call {
             CoreCall::Transaction(transaction, _) => self.looks.hold_up(op, transaction, &call.collections),
@@ -136,8 +136,8 @@ impl CallQueues {
         self.runnable.push_back(op);
     }
 
-    /// Keeps a call that waits for loads. Transactions that change the object of a read or query then wait
-    /// for it.
+    /// Keeps a call that waits for loads. Transactions that change the object of a read or query
+    /// then wait for it.
     pub(crate) fn wait_for_loads(&mut self, op: u64, call: PendingCall) {
         if let CoreCall::Look(cid, look, _) = &call.call
             && let Some(oid) = look.oid()

@@ -53,8 +53,8 @@ pub(super) struct PendingRead {
 }
 
 /// The reads and queries of objects that wait for an earlier transaction or for metadata. A later
-/// transaction that changes the object of such a call waits for the call, because the call must not see
-/// the transaction. Other transactions do not wait.
+/// transaction that changes the object of such a call waits for the call, because the call must not
+/// see the transaction. Other transactions do not wait.
 #[derive(Debug, Default)]
 pub(crate) struct LoadingLooks {
     /// Call numbers and objects, by collection.

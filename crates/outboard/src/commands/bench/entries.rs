@@ -1,8 +1,8 @@
 //! The workload `omap`: changes of omap entries on condition of their old values.
 //!
-//! Each worker changes entries of its own. An entry's value begins with the number of changes of the
-//! entry, so a change that is lost or that takes effect twice makes a later condition fail, or shows in
-//! the check at the end.
+//! Each worker changes entries of its own. An entry's value begins with the number of changes of
+//! the entry, so a change that is lost or that takes effect twice makes a later condition fail, or
+//! shows in the check at the end.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -15,16 +15,12 @@ use rand::rngs::SmallRng;
 /// Number of entries of a worker in each object.
 const ENTRIES: u32 = 64;
 
-/// Creates empty objects, and removes earlier objects of their names.
+/// Gives an object an empty omap.
 ///
 /// # Errors
-/// If a change of an object fails.
-pub async fn prepare(pool: &Pool, objects: u64) -> client::Result<()> {
-    for index in 0..objects {
-        let object = pool.object(&name(index))?;
-        object.compound().touch().omap_clear().commit().await?;
-    }
-    Ok(())
+/// If the change of the object fails.
+pub async fn prepare(pool: &Pool, object: u64) -> client::Result<()> {
+    pool.object(&name(object))?.compound().touch().omap_clear().commit().await.map(|_| ())
 }
 
 fn name(object: u64) -> String {
@@ -39,8 +35,8 @@ pub struct EntryWorker {
     objects: u64,
     /// The bytes of a value. A value begins with a number instead, if it has room for one.
     filling: Bytes,
-    /// Number of changes of each entry, by object and entry; `None` if it is unknown, because the outcome
-    /// of a change is unknown.
+    /// Number of changes of each entry, by object and entry; `None` if it is unknown, because the
+    /// outcome of a change is unknown.
     changes: BTreeMap<(u64, u32), Option<u64>>,
 }
 
@@ -99,8 +95,8 @@ impl EntryWorker {
         number.ok_or_else(|| client::Error::Protocol(format!("entry {entry} has {} bytes", value.len())))
     }
 
-    /// Checks that each entry has the value of its last change. Entries whose last change has an unknown
-    /// outcome are not checked.
+    /// Checks that each entry has the value of its last change. Entries whose last change has an
+    /// unknown outcome are not checked.
     ///
     /// # Errors
     /// If an entry cannot be read, or has another value.
@@ -136,7 +132,7 @@ mod tests {
         let client = Client::over(Arc::new(MemEngine::new()), Options::default());
         client.create_pool("p").await.unwrap();
         let pool = client.pool("p").unwrap();
-        prepare(&pool, 1).await.unwrap();
+        prepare(&pool, 0).await.unwrap();
         let rng = RefCell::new(SmallRng::seed_from_u64(1));
         let mut worker = EntryWorker::new(pool.clone(), "0-0", 1, Bytes::from_static(&[7; 20]));
         for _ in 0..200 {

@@ -227,18 +227,12 @@ impl ClientLoad {
     /// If a listing or a write fails.
     pub async fn prepare(&self) -> Result<()> {
         let doing = "preparing the objects";
-        if self.shared.workload == Workload::Omap {
-            return entries::prepare(&self.pool, self.shared.objects).await.doing(doing);
-        }
         let (size, count) = (self.shared.size, self.shared.objects);
-        let prefix = self.shared.prefix();
         let mut there = vec![false; usize::try_from(count).doing("reading --objects")?];
-        let mut names = self.pool.list(&prefix);
-        while let Some(name) = names.next().await.doing(doing)? {
-            let index = name.object().strip_prefix(&prefix).and_then(number_of);
-            if let Some(found) = index.and_then(|index| there.get_mut(index)) {
-                *found = true;
-            }
+        // All omaps are emptied, because the first change of an entry expects that it does not
+        // exist.
+        if self.shared.workload != Workload::Omap {
+            self.find_objects(&mut there).await.doing(doing)?;
         }
         let missing = there.iter().filter(|found| !**found).count();
         let progress = ProgressMeter::bytes("preparing", missing as u64 * size as u64);
@@ -247,13 +241,29 @@ impl ClientLoad {
             loop {
                 let next = queue.borrow_mut().next();
                 let Some((index, _)) = next else { return Ok(()) };
-                self.write(index).await?;
+                match self.shared.workload {
+                    Workload::Omap => entries::prepare(&self.pool, index).await?,
+                    _ => self.write(index).await?,
+                }
                 progress.add(size as u64);
             }
         };
         let in_flight = (PREPARED_BYTES / size.max(1)).clamp(1, PREPARED_IN_FLIGHT);
         let written = join_all((0..in_flight).map(|_| writer())).await;
         written.into_iter().collect::<client::Result<()>>().doing(doing)
+    }
+
+    /// Marks the objects that exist, by their numbers.
+    async fn find_objects(&self, there: &mut [bool]) -> client::Result<()> {
+        let prefix = self.shared.prefix();
+        let mut names = self.pool.list(&prefix);
+        while let Some(name) = names.next().await? {
+            let index = name.object().strip_prefix(&prefix).and_then(number_of);
+            if let Some(found) = index.and_then(|index| there.get_mut(index)) {
+                *found = true;
+            }
+        }
+        Ok(())
     }
 
     /// Runs the client's part of the load from `start` on, with `in_flight` operations in flight.

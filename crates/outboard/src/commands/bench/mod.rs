@@ -50,13 +50,13 @@ pub enum Workload {
 /// Keeps a fixed number of operations in flight for the given time. The objects are called
 /// bench-SIZE-N. All workloads except write first write the objects that are missing.
 ///
-/// With --block-size, each operation reads or writes one block of this size inside an object, instead
-/// of a whole object. With --objects 1, all operations meet on one object.
+/// With --block-size, each operation reads or writes one block of this size inside an object,
+/// instead of a whole object. With --objects 1, all operations meet on one object.
 ///
-/// The workload omap changes entries of the objects bench-omap-N. Each operation has the condition that
-/// the entry still has the value of the last operation on it, and --object-size is the size of a value.
-/// At the end, this program checks that the entries have their last values, so that each change has
-/// taken effect exactly once.
+/// The workload omap changes entries of the objects bench-omap-N. Each operation has the condition
+/// that the entry still has the value of the last operation on it, and --object-size is the size of
+/// a value. At the end, this program checks that the entries have their last values, so that each
+/// change has taken effect exactly once.
 ///
 /// With --rate, operations are due at equal intervals. The latency of an operation counts from the
 /// moment at which it is due, also if too many earlier operations are in flight. The latency thus
