@@ -268,8 +268,11 @@ impl ClientLoad {
 
     /// Runs the client's part of the load from `start` on, with `in_flight` operations in flight.
     pub async fn run(self, start: Instant, in_flight: u32) -> LoadResult {
-        join_all((0..in_flight).map(|lane| self.work(start, lane))).await;
+        let workers = join_all((0..in_flight).map(|lane| self.work(start, lane))).await;
         let ended = Some(Instant::now());
+        for checked in join_all(workers.iter().flatten().map(EntryWorker::check)).await {
+            checked.unwrap_or_else(|e| self.failed(e.to_string()));
+        }
         self.record_rest(self.shared.measured(start));
         LoadResult {
             reads: self.reads.into_inner(),
@@ -281,8 +284,9 @@ impl ClientLoad {
         }
     }
 
-    /// Executes operations one after another. `lane` is the number of the worker in its client.
-    async fn work(&self, start: Instant, lane: u32) {
+    /// Executes operations one after another. `lane` is the number of the worker in its client. In the
+    /// workload `omap`, returns the worker, whose entries the caller checks.
+    async fn work(&self, start: Instant, lane: u32) -> Option<EntryWorker> {
         let of_omap = self.shared.workload == Workload::Omap;
         let mut entries = of_omap.then(|| {
             let worker = format!("{}-{lane}", self.number);
@@ -294,11 +298,7 @@ impl ClientLoad {
             )
         });
         self.operate(start, entries.as_mut()).await;
-        if let Some(entries) = entries
-            && let Err(e) = entries.check().await
-        {
-            self.failed(e.to_string());
-        }
+        entries
     }
 
     /// Records that an operation or a check has failed.
