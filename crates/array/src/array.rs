@@ -20,7 +20,7 @@ use crate::member_link::MemberLink;
 use crate::record::SIZE_XATTR;
 use crate::task::spawn;
 
-/// If no new transaction starts for this long, the array removes the remaining intents.
+/// If no new transaction starts for this long, the array removes the remaining undo objects.
 const TRIM_IDLE: Duration = Duration::from_secs(1);
 
 /// The future of an [`Array`]'s reply.
@@ -75,6 +75,7 @@ async fn carry_out(group: Rc<Group>, number: u64, request: StoreRequest) -> Resu
         repair_damaged(&group);
     }
     if trims {
+        trim_if_large(&group);
         trim_when_idle(&group);
     }
     reply
@@ -139,8 +140,20 @@ fn repair_damaged(group: &Rc<Group>) {
     }
 }
 
-/// Removes the remaining intents and undo objects after `TRIM_IDLE` without a new transaction. A
-/// new transaction would remove them itself.
+/// Starts a task that removes the undo objects of finished transactions, if they take much space.
+fn trim_if_large(group: &Rc<Group>) {
+    if !group.should_trim() {
+        return;
+    }
+    let group = Rc::clone(group);
+    spawn(async move {
+        if let Err(e) = group.trim().await {
+            tracing::debug!(error = %e, "cannot remove undo objects now; a later transaction removes them");
+        }
+    });
+}
+
+/// Removes the remaining undo objects after `TRIM_IDLE` without a new transaction.
 fn trim_when_idle(group: &Rc<Group>) {
     if group.trim_scheduled.replace(true) {
         return;
@@ -151,11 +164,11 @@ fn trim_when_idle(group: &Rc<Group>) {
         loop {
             tokio::time::sleep(TRIM_IDLE).await;
             let Some(group) = group.upgrade() else { return };
-            let next = group.intents.borrow().next();
+            let next = group.intents.borrow().sequence().next();
             if seen.replace(next) == Some(next) {
                 group.trim_scheduled.set(false);
                 if let Err(e) = group.trim().await {
-                    tracing::debug!(error = %e, "cannot remove the intents of finished transactions now; the next transaction removes them");
+                    tracing::debug!(error = %e, "cannot remove undo objects now; a later transaction removes them");
                 }
                 return;
             }

@@ -75,7 +75,7 @@ impl Group {
                         unreadable.push(link.clone());
                     }
                 }
-                outcome => return link.still().and(outcome),
+                outcome => return link.still().and(outcome).map_err(|e| link.classified_read(e)),
             }
         }
         let e = StoreError::TooFewTargets { there: 0, needed: 1, detail: failures.join("; ") };
@@ -125,7 +125,7 @@ impl Group {
             match found {
                 Ok(None) => asked = Ok(None),
                 Err(e @ (StoreError::Io(_) | StoreError::Corrupt { .. })) => asked = asked.or(Err(e)),
-                outcome => return outcome,
+                outcome => return outcome.map_err(|e| link.classified_read(e)),
             }
             *member = None;
         }
@@ -141,7 +141,10 @@ impl Group {
         let size = size.ok_or_else(|| StoreError::NoSuchObject(oid.to_string()))?;
         let links = self.live_links(&interval, oid);
         let ask = |link: &MemberLink| link.target.store().stat(&self.cid, oid);
-        let stats = links.iter().flatten().map(|link| self.calls.answer(link, ask(link)));
+        let stats = links
+            .iter()
+            .flatten()
+            .map(async |link| self.calls.answer(link, ask(link)).await.map_err(|e| link.classified_read(e)));
         let stats = try_join_all(stats).await?;
         Ok(Stat { size, allocated: stats.iter().map(|stat| stat.allocated).sum() })
     }

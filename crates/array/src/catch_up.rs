@@ -19,9 +19,9 @@ use crate::group::Group;
 use crate::interval::{Interval, over};
 use crate::member_link::{MemberLink, is_refusal};
 use crate::read::{FragmentRead, WholeObject};
-use crate::record::{ChangeId, Intent, Touched, Undo, encode, key_intent, own_object, undo_object};
+use crate::record::{ChangeId, Intent, IntentPlace, StoredIntent, Touched, Undo, own_object};
 use crate::stage::FragmentStage;
-use crate::undo::copy_ranges;
+use crate::undo::save_ranges;
 use crate::view::MemberView;
 
 /// Number of bytes of a fragment up to which a transaction contains its new data. More data is
@@ -31,8 +31,8 @@ const INLINE: u64 = 1 << 20;
 /// What some changes have done to one object, as far as the members that have them know.
 #[derive(Default)]
 struct ObjectChanges {
-    /// The first of the changes, and the object's index in its intent.
-    first: Option<(ChangeId, usize)>,
+    /// The first of the changes, the place of its intent, and the object's index in it.
+    first: Option<(ChangeId, IntentPlace, usize)>,
     /// The object was created or removed, so a member that lacks the changes has another object of
     /// this id, or none.
     is_replaced: bool,
@@ -78,15 +78,16 @@ impl Group {
         let (ops, stages) = (Vec::new(), Vec::new());
         let mut copy = CatchUp { group: self, sources, position, view, ops, stages };
         let outcome = async {
+            copy.clear_slots(intents.values().map(|stored| stored.place));
             for (oid, changes) in &objects {
                 let undo = copy.object(oid, changes).await?;
-                if let Some((change, index)) = changes.first
-                    && let Some(intent) = intents.get_mut(&change)
+                if let Some((change, _, index)) = changes.first
+                    && let Some(stored) = intents.get_mut(&change)
                 {
-                    intent.objects[index].undo = undo;
+                    stored.intent.objects[index].undo = undo;
                 }
             }
-            let entries = intents.iter().map(|(change, intent)| (key_intent(*change), encode(intent)));
+            let entries = intents.values().map(StoredIntent::entry);
             copy.ops.push(Op::OmapSet { oid: own_object(), entries: entries.collect() });
             let ops = std::mem::take(&mut copy.ops);
             let transaction = Transaction { collection: self.cid.clone(), ops, uses_reserve: true };
@@ -111,21 +112,28 @@ impl Group {
 fn collect(
     whole: &[&MemberView],
     lacks: &BTreeSet<ChangeId>,
-) -> (BTreeMap<ObjectId, ObjectChanges>, BTreeMap<ChangeId, Intent>) {
+) -> (BTreeMap<ObjectId, ObjectChanges>, BTreeMap<ChangeId, StoredIntent>) {
     let mut objects: BTreeMap<ObjectId, ObjectChanges> = BTreeMap::new();
     let mut intents = BTreeMap::new();
     for &change in lacks {
-        let intent = intents.entry(change).or_insert_with(|| Intent { objects: Vec::new() });
-        for touched in whole.iter().filter_map(|view| view.intents.get(&change)).flat_map(|i| &i.objects) {
-            let index = intent.objects.iter().position(|known| known.oid == touched.oid);
-            let index = index.unwrap_or_else(|| {
-                let undo = Undo::Unchanged;
-                intent.objects.push(Touched { undo, ..touched.clone() });
-                intent.objects.len() - 1
+        for stored in whole.iter().filter_map(|view| view.intents.get(&change)) {
+            let place = stored.place;
+            let copied = intents.entry(change).or_insert_with(|| {
+                let intent = Intent { objects: Vec::new() };
+                StoredIntent { intent, ..stored.clone() }
             });
-            let changes = objects.entry(touched.oid.clone()).or_default();
-            changes.first.get_or_insert((change, index));
-            changes.add(touched);
+            let known_objects = &mut copied.intent.objects;
+            for touched in &stored.intent.objects {
+                let index = known_objects.iter().position(|known| known.oid == touched.oid);
+                let index = index.unwrap_or_else(|| {
+                    let undo = Undo::Unchanged;
+                    known_objects.push(Touched { undo, ..touched.clone() });
+                    known_objects.len() - 1
+                });
+                let changes = objects.entry(touched.oid.clone()).or_default();
+                changes.first.get_or_insert((change, place, index));
+                changes.add(touched);
+            }
         }
     }
     (objects, intents)
@@ -194,10 +202,17 @@ impl CatchUp<'_> {
         Ok(undo)
     }
 
-    /// Id of the undo object.
-    fn keep(changes: &ObjectChanges) -> ObjectId {
-        let (change, index) = changes.first.unwrap_or_default();
-        undo_object(change, index)
+    /// Appends ops that remove the undo objects of settled changes from slots.
+    fn clear_slots(&mut self, places: impl Iterator<Item = IntentPlace>) {
+        for stored in places.filter_map(|place| self.view.in_place(place)) {
+            let undo_objects = stored.intent.undo_objects().into_iter();
+            self.ops.extend(undo_objects.map(|index| Op::Remove { oid: stored.place.undo_object(index) }));
+        }
+    }
+
+    /// Place of the intent that has the undo object, and the object's index in it.
+    fn keep(changes: &ObjectChanges) -> (IntentPlace, usize) {
+        changes.first.map_or((IntentPlace::Slot(0), 0), |(_, place, index)| (place, index))
     }
 
     /// Replaces the whole object, which may exist on the member (`is_there`).
@@ -209,7 +224,8 @@ impl CatchUp<'_> {
     ) -> store::Result<Undo> {
         if is_there {
             let (src, dst_collection) = (oid.clone(), self.group.cid.clone());
-            self.ops.push(Op::MoveRename { src, dst_collection, dst: Self::keep(changes) });
+            let (place, index) = Self::keep(changes);
+            self.ops.push(Op::MoveRename { src, dst_collection, dst: place.undo_object(index) });
         }
         if let Some(size) = self.size(oid).await? {
             self.ops.push(Op::Touch { oid: oid.clone() });
@@ -236,7 +252,8 @@ impl CatchUp<'_> {
             .filter(|range| range.start < range.end)
             .map(|range| (range.start, range.end.next_multiple_of(BLOCK) - range.start))
             .collect();
-        self.ops.extend(copy_ranges(oid, &Self::keep(changes), &saved));
+        let (place, index) = Self::keep(changes);
+        self.ops.extend(save_ranges(oid, place, index, &saved));
         let new = differing.into_iter().map(|range| range.start..range.end.min(len));
         let new = new.filter(|range| range.start < range.end).collect();
         self.ops.push(Op::Truncate { oid: oid.clone(), size: len });

@@ -19,7 +19,7 @@ pub(crate) struct MemberState {
     pub(crate) record: GroupRecord,
     pub(crate) proposal: Option<GroupRecord>,
     /// Every change up to this one is settled.
-    pub(crate) trimmed: ChangeId,
+    pub(crate) settled: ChangeId,
     /// The changes whose intents the member has.
     pub(crate) changes: BTreeSet<ChangeId>,
 }
@@ -65,7 +65,7 @@ impl MemberState {
 
     /// The last change that the member certainly has.
     pub(crate) fn last(&self) -> ChangeId {
-        self.changes.last().copied().unwrap_or_default().max(self.trimmed)
+        self.changes.last().copied().unwrap_or_default().max(self.settled)
     }
 }
 
@@ -117,7 +117,7 @@ pub(crate) struct Decision {
     /// Changes that the members which continue undo.
     pub(crate) undone: BTreeSet<ChangeId>,
     /// Every change up to this one is settled.
-    pub(crate) trimmed: ChangeId,
+    pub(crate) settled: ChangeId,
     /// The last change that the group keeps.
     pub(crate) last_kept: ChangeId,
     /// The last change of the members that continue, kept or not.
@@ -324,12 +324,12 @@ impl GroupEvidence<'_> {
         let knows = |position: &usize| state_at(*position).is_some_and(|state| state.knows(record));
         let last = |position: usize| state_at(position).map(MemberState::last).unwrap_or_default();
         let current: Vec<usize> = record.in_sync().filter(knows).collect();
-        let trimmed = current.iter().filter_map(|at| state_at(*at)).map(|state| state.trimmed).max()?;
-        let in_sync: Vec<usize> = current.into_iter().filter(|at| last(*at) >= trimmed).collect();
+        let settled = current.iter().filter_map(|at| state_at(*at)).map(|state| state.settled).max()?;
+        let in_sync: Vec<usize> = current.into_iter().filter(|at| last(*at) >= settled).collect();
         // A stale member that has gone back has unknown content.
         let is_stale = |position: &usize| match (record.members[*position].standing, state_at(*position)) {
-            (Standing::Stale { term, trimmed }, Some(state)) => {
-                state.took_part() >= term && state.last() >= trimmed
+            (Standing::Stale { term, settled }, Some(state)) => {
+                state.took_part() >= term && state.last() >= settled
             }
             _ => false,
         };
@@ -413,8 +413,8 @@ impl GroupEvidence<'_> {
         let Ok(Base { record, on_word: false, .. }) = self.base() else { return false };
         let current = record.in_sync().filter_map(|position| self.state_at(&record, position));
         let current: Vec<&MemberState> = current.filter(|state| state.knows(&record)).collect();
-        let trimmed = current.iter().map(|state| state.trimmed).max().unwrap_or_default();
-        current.iter().any(|state| state.target == *target && state.last() >= trimmed)
+        let settled = current.iter().map(|state| state.settled).max().unwrap_or_default();
+        current.iter().any(|state| state.target == *target && state.last() >= settled)
     }
 
     /// Returns the record in force, as far as the evidence shows.
@@ -467,11 +467,11 @@ impl GroupEvidence<'_> {
             .filter_map(|(position, uuid)| Some((*position, state_of(uuid)?)))
             .filter(|(_, state)| state.knows(&record) || Some(&state.record) == unused.as_ref())
             .collect();
-        let trimmed = match base::mutant!(RollBackAcknowledged) {
-            false => current.values().map(|state| state.trimmed).max().unwrap_or_default(),
+        let settled = match base::mutant!(RollBackAcknowledged) {
+            false => current.values().map(|state| state.settled).max().unwrap_or_default(),
             true => ChangeId::default(),
         };
-        let has_settled = |state: &MemberState| state.last() >= trimmed || base::mutant!(TrustReturnedTarget);
+        let has_settled = |state: &MemberState| state.last() >= settled || base::mutant!(TrustReturnedTarget);
         let counted: BTreeMap<usize, &MemberState> =
             current.iter().filter(|(_, state)| has_settled(state)).map(|(&p, &s)| (p, s)).collect();
         if counted.len() < self.needed {
@@ -490,13 +490,13 @@ impl GroupEvidence<'_> {
                 return Err(Undecided::Doubt { there: counted.len(), ahead: missing });
             }
         }
-        let (whole, undone) = self.keep(&record, &counted, trimmed);
+        let (whole, undone) = self.keep(&record, &counted, settled);
         let kept: BTreeSet<ChangeId> =
             whole.iter().flat_map(|p| counted[p].changes.difference(&undone)).copied().collect();
         let verdict = |position: usize| match counted.get(&position) {
             Some(state) => {
                 let lacks =
-                    kept.iter().filter(|change| **change > trimmed && !state.changes.contains(change));
+                    kept.iter().filter(|change| **change > settled && !state.changes.contains(change));
                 MemberVerdict::Continues { lacks: lacks.copied().collect() }
             }
             None if record.members[position].standing != Standing::InSync => MemberVerdict::NotInSync,
@@ -505,8 +505,8 @@ impl GroupEvidence<'_> {
         };
         let verdicts = (0..record.members.len()).map(verdict).collect();
         let last = counted.values().map(|state| state.last()).max().unwrap_or_default();
-        let last_kept = kept.last().copied().unwrap_or_default().max(trimmed);
-        Ok(Decision { record, verdicts, undone, trimmed, last_kept, last, on_word })
+        let last_kept = kept.last().copied().unwrap_or_default().max(settled);
+        Ok(Decision { record, verdicts, undone, settled, last_kept, last, on_word })
     }
 
     /// Finds the record in force.
@@ -567,17 +567,17 @@ impl GroupEvidence<'_> {
         Some(Base { record: state.record.clone(), unused, is_witnessed: true, on_word })
     }
 
-    /// Decides which changes after `trimmed` the group keeps. Returns the positions of the members
+    /// Decides which changes after `settled` the group keeps. Returns the positions of the members
     /// that have all of them, and the changes to undo.
     fn keep(
         &self,
         record: &GroupRecord,
         counted: &BTreeMap<usize, &MemberState>,
-        trimmed: ChangeId,
+        settled: ChangeId,
     ) -> (BTreeSet<usize>, BTreeSet<ChangeId>) {
         let mut holders: BTreeMap<ChangeId, BTreeSet<usize>> = BTreeMap::new();
         for (&position, state) in counted {
-            let is_open = |change: &&ChangeId| **change > trimmed || record.undone.contains(change);
+            let is_open = |change: &&ChangeId| **change > settled || record.undone.contains(change);
             for &change in state.changes.iter().filter(is_open) {
                 holders.entry(change).or_default().insert(position);
             }

@@ -43,7 +43,7 @@ enum Entry {
     /// The member receives a copy of the objects of these changes, and all records.
     Copied {
         record: GroupRecord,
-        trimmed: ChangeId,
+        settled: ChangeId,
         data: BTreeSet<ChangeId>,
         notes: BTreeSet<ChangeId>,
     },
@@ -54,7 +54,7 @@ enum Entry {
 struct Stored {
     record: Option<GroupRecord>,
     proposal: Option<GroupRecord>,
-    trimmed: ChangeId,
+    settled: ChangeId,
     intents: BTreeSet<ChangeId>,
     notes: BTreeSet<ChangeId>,
     /// Changes whose effect the member's objects show.
@@ -154,7 +154,7 @@ fn replay(log: &[Entry]) -> Stored {
                 s.intents.remove(through);
                 s.intents.insert(*change);
                 s.data.insert(*change);
-                s.trimmed = *through;
+                s.settled = *through;
             }
             Entry::Undo(change) => {
                 s.intents.remove(change);
@@ -165,11 +165,11 @@ fn replay(log: &[Entry]) -> Stored {
                 s.data.extend(changes);
             }
             Entry::Notes(changes) => s.notes.extend(changes),
-            Entry::Copied { record, trimmed, data, notes } => {
+            Entry::Copied { record, settled, data, notes } => {
                 s = Stored {
                     record: Some(record.clone()),
                     proposal: None,
-                    trimmed: *trimmed,
+                    settled: *settled,
                     intents: BTreeSet::new(),
                     notes: notes.clone(),
                     data: data.clone(),
@@ -381,7 +381,7 @@ impl Scheme {
                     target: uuid(n),
                     record: stored.record?,
                     proposal: stored.proposal,
-                    trimmed: stored.trimmed,
+                    settled: stored.settled,
                     changes: stored.intents,
                 })
             })
@@ -459,7 +459,7 @@ impl Scheme {
                 }
                 MemberVerdict::Missing => {
                     member.standing =
-                        Standing::Stale { term: decision.record.term, trimmed: decision.trimmed };
+                        Standing::Stale { term: decision.record.term, settled: decision.settled };
                 }
                 MemberVerdict::WentBack => member.standing = Standing::Blank,
                 MemberVerdict::NotInSync => {}
@@ -731,7 +731,7 @@ impl Scheme {
         let kept = state.acknowledged.union(&state.seen).filter(|change| data.contains(change)).max();
         let is_prefix = kept < lost.first() || lost.is_empty() || pardon.in_any_order;
         check(is_prefix, || "a change before a kept one is lost".into())?;
-        let last = contents.iter().flat_map(|s| s.intents.last().copied().into_iter().chain([s.trimmed]));
+        let last = contents.iter().flat_map(|s| s.intents.last().copied().into_iter().chain([s.settled]));
         let next = last.max().unwrap_or_default().number + 1;
         let mut serving = state.clone();
         serving.damaged.retain(|n| !in_sync.contains(n));
@@ -865,11 +865,11 @@ impl Scheme {
                 continue;
             }
             let own = replay(&state.logs[n]);
-            let settled = current.intents.last().copied().unwrap_or_default().max(current.trimmed);
+            let settled = current.intents.last().copied().unwrap_or_default().max(current.settled);
             let missing: BTreeSet<ChangeId> =
                 current.notes.iter().chain(&own.notes).chain(&own.intents).copied().collect();
             let keeps = match member.standing {
-                Standing::Stale { term, trimmed } => has_kept(&own, term, trimmed),
+                Standing::Stale { term, settled } => has_kept(&own, term, settled),
                 _ => false,
             };
             let data = match keeps {
@@ -893,7 +893,7 @@ impl Scheme {
                 next.phase = Phase::Down;
                 next.logs[n] = vec![Entry::Copied {
                     record: record.clone(),
-                    trimmed: settled,
+                    settled,
                     data: own.data.symmetric_difference(&copied.collect()).copied().collect(),
                     notes: missing.clone(),
                 }];
@@ -905,12 +905,8 @@ impl Scheme {
             new.undone = BTreeSet::new();
             let mut next = state.clone();
             next.budget.rebuilds -= 1;
-            next.logs[n] = vec![Entry::Copied {
-                record: record.clone(),
-                trimmed: settled,
-                data,
-                notes: current.notes.clone(),
-            }];
+            next.logs[n] =
+                vec![Entry::Copied { record: record.clone(), settled, data, notes: current.notes.clone() }];
             let all = || in_sync.iter().copied().chain([n]);
             let each = |entry: Entry| Step::Commit(all().map(|n| (n, vec![entry.clone()])).collect());
             let mut steps = vec![each(Entry::Proposal(record.clone(), new.clone()))];
@@ -1077,9 +1073,9 @@ fn check(holds: bool, violation: impl FnOnce() -> String) -> Result<(), String> 
 }
 
 /// Whether a stale member still has what it had when it was last in sync.
-fn has_kept(own: &Stored, term: u64, trimmed: ChangeId) -> bool {
+fn has_kept(own: &Stored, term: u64, settled: ChangeId) -> bool {
     let heard = own.record.iter().chain(&own.proposal).map(|record| record.term).max();
-    heard >= Some(term) && own.intents.last().copied().unwrap_or_default().max(own.trimmed) >= trimmed
+    heard >= Some(term) && own.intents.last().copied().unwrap_or_default().max(own.settled) >= settled
 }
 
 /// All lists of numbers that are at most `lens`.

@@ -20,8 +20,8 @@ fn record(term: u64, members: u128, in_sync: &[u128]) -> GroupRecord {
 }
 
 fn state(target: u128, record: GroupRecord) -> MemberState {
-    let (trimmed, changes) = (ChangeId::default(), BTreeSet::new());
-    MemberState { target: uuid(target), record, proposal: None, trimmed, changes }
+    let (settled, changes) = (ChangeId::default(), BTreeSet::new());
+    MemberState { target: uuid(target), record, proposal: None, settled, changes }
 }
 
 fn decide(
@@ -54,8 +54,8 @@ fn entry(term: u64, in_sync: &[u128]) -> Option<WitnessEntry> {
 
 /// Makes a member of a record stale: it was in sync last in a term.
 fn stale(mut record: GroupRecord, member: usize, term: u64) -> GroupRecord {
-    let trimmed = ChangeId::default();
-    record.members[member - 1].standing = Standing::Stale { term, trimmed };
+    let settled = ChangeId::default();
+    record.members[member - 1].standing = Standing::Stale { term, settled };
     record
 }
 
@@ -80,11 +80,11 @@ fn an_older_record_counts_once_the_loss_of_all_newer_members_is_accepted() {
 
 #[test]
 fn a_mirror_continues_with_a_member_that_was_being_rebuilt_once_the_loss_of_the_newest_is_accepted() {
-    let trimmed = ChangeId::default();
+    let settled = ChangeId::default();
     let stale = |term, n: usize, stale: &[(usize, u64)]| {
         let mut record = record(term, n as u128, &[1]);
         for &(n, term) in stale {
-            record.members[n - 1].standing = Standing::Stale { term, trimmed };
+            record.members[n - 1].standing = Standing::Stale { term, settled };
         }
         record
     };
@@ -113,13 +113,13 @@ fn a_mirror_continues_with_a_member_that_was_being_rebuilt_once_the_loss_of_the_
 #[test]
 fn an_erasure_code_continues_with_stale_members_once_the_loss_of_the_others_is_accepted() {
     // Members 1 to 4 have continued without members 5 and 6. Then member 1 is lost.
-    let trimmed = ChangeId { term: 3, number: 9 };
+    let settled = ChangeId { term: 3, number: 9 };
     let mut newest = record(5, 6, &[1, 2, 3, 4]);
     for at in [4, 5] {
-        newest.members[at].standing = Standing::Stale { term: 3, trimmed };
+        newest.members[at].standing = Standing::Stale { term: 3, settled };
     }
     let old =
-        |n, last: ChangeId| MemberState { trimmed: last, ..state(n, record(3, 6, &[1, 2, 3, 4, 5, 6])) };
+        |n, last: ChangeId| MemberState { settled: last, ..state(n, record(3, 6, &[1, 2, 3, 4, 5, 6])) };
     let salvage = |states: &[MemberState], lost: &[u128]| {
         let (refused, is_lost) = (BTreeSet::new(), |target: &Uuid| lost.contains(&target.as_u128()));
         let entry = WitnessEntry { term: 5, in_sync: [1, 2, 3, 4].map(uuid).into() };
@@ -132,7 +132,7 @@ fn an_erasure_code_continues_with_stale_members_once_the_loss_of_the_others_is_a
         evidence.salvage().map(|salvage| (salvage.in_sync, salvage.stale, salvage.others))
     };
     let mut states: Vec<MemberState> = [2, 3, 4].map(|n| state(n, newest.clone())).into();
-    states.extend([old(5, trimmed), old(6, trimmed)]);
+    states.extend([old(5, settled), old(6, settled)]);
     assert_eq!(salvage(&states, &[]), None);
     assert_eq!(salvage(&states, &[1]), Some((vec![1, 2, 3], vec![4, 5], vec![])));
     // Member 6 has gone back, and member 5 suffices.
@@ -148,8 +148,8 @@ fn an_erasure_code_continues_with_stale_members_once_the_loss_of_the_others_is_a
     assert_eq!(salvage(&states[1..4], &[1, 2]), None, "three members are too few");
     // Member 4 has gone back, and the operator must accept the loss of its changes, too.
     let settled = ChangeId { term: 5, number: 12 };
-    states[4] = old(6, trimmed);
-    states[..2].iter_mut().for_each(|state| state.trimmed = settled);
+    states[4] = old(6, settled);
+    states[..2].iter_mut().for_each(|state| state.settled = settled);
     assert_eq!(salvage(&states, &[1]), None);
     assert_eq!(salvage(&states, &[1, 4]), Some((vec![1, 2], vec![4, 5], vec![])));
     // A stale member that is missing is awaited.

@@ -1,52 +1,64 @@
-//! [`Intents`]: the changes of a group that are in progress, and the finished changes whose intents
-//! must be removed (*trimmed*).
+//! [`Intents`]: the changes of an interval that are in progress, and what the members store about
+//! changes that have ended.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
+use std::rc::Rc;
 
 use store::ObjectId;
+use tokio::sync::Notify;
 
-use crate::record::ChangeId;
+use crate::record::{ChangeId, IntentPlace};
+use crate::sequence::Sequence;
+use crate::slots::{SlotContent, Slots};
 
-/// The undo objects of one change, by position. Each undo object is identified by the index of its
-/// object in the intent.
-pub(crate) type UndoObjects = Vec<Vec<usize>>;
+/// Number of bytes in undo objects, summed over all members, above which the group trims its slots.
+const UNDO_MAX: u64 = 16 << 20;
 
 /// The intents of an interval.
-#[derive(Default)]
+#[derive(Debug, Default)]
 pub(crate) struct Intents {
     /// Number of the interval that these intents belong to.
     interval: u64,
-    /// Id of the next change.
-    next: ChangeId,
-    under_way: BTreeSet<ChangeId>,
-    /// The last change that all members have committed.
-    committed: ChangeId,
-    /// Changes that only some members may have because a member has refused them.
-    refused: BTreeSet<ChangeId>,
-    /// Committed changes whose intents are not trimmed yet.
-    done: BTreeMap<ChangeId, UndoObjects>,
-    /// True while a transaction that trims intents is in progress.
-    trimming: bool,
+    sequence: Sequence,
+    slots: Slots,
+    /// True while a change that trims slots is in progress.
+    is_trimming: bool,
     /// Objects that have dirty notes, because they changed while a member was unavailable.
     dirty: BTreeSet<ObjectId>,
+    /// Notified when a change ends.
+    ended: Rc<Notify>,
+}
+
+/// A change that has started.
+#[derive(Debug)]
+pub(crate) struct StartedChange {
+    pub(crate) change: ChangeId,
+    /// A change up to which all changes are settled.
+    pub(crate) settled: ChangeId,
+    pub(crate) place: IntentPlace,
+    /// What the members have in the slot of the change.
+    pub(crate) before: SlotContent,
+    /// The slots that the change trims, with their contents.
+    pub(crate) trims: Vec<(IntentPlace, SlotContent)>,
+    /// Whether the slot of the change had no content.
+    is_slot_empty: bool,
+}
+
+/// The outcome of a change on the members.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum IntentOutcome {
+    /// Every member has committed the change.
+    Committed,
+    /// No member has executed the change.
+    Refused,
+    /// Only some members may have the change. A member may have refused it.
+    Undecided { is_refused: bool },
 }
 
 impl Intents {
-    /// Creates the intents of an interval, whose first change is `next`. All members have committed
-    /// the change `committed` of an earlier interval.
-    pub(crate) fn new(
-        interval: u64,
-        next: ChangeId,
-        committed: ChangeId,
-        dirty: BTreeSet<ObjectId>,
-    ) -> Intents {
-        Intents { interval, next, committed, dirty, ..Intents::default() }
-    }
-
-    /// Adds a committed change of an earlier interval. The member at `position` has the undo objects
-    /// `kept`.
-    pub(crate) fn add_done(&mut self, change: ChangeId, position: usize, members: usize, kept: Vec<usize>) {
-        self.done.entry(change).or_insert_with(|| vec![Vec::new(); members])[position] = kept;
+    /// Creates the intents of an interval.
+    pub(crate) fn new(interval: u64, sequence: Sequence, slots: Slots, dirty: BTreeSet<ObjectId>) -> Intents {
+        Intents { interval, sequence, slots, dirty, ..Intents::default() }
     }
 
     /// Number of the interval.
@@ -54,29 +66,25 @@ impl Intents {
         self.interval
     }
 
-    /// Id of the next change.
-    pub(crate) fn next(&self) -> ChangeId {
-        self.next
+    /// The numbers of the changes.
+    pub(crate) fn sequence(&self) -> &Sequence {
+        &self.sequence
     }
 
-    /// The last change that all members have committed. Earlier changes may still be in progress.
-    pub(crate) fn last_committed(&self) -> ChangeId {
-        self.committed
+    /// Replaces these intents by those of the next interval.
+    pub(crate) fn replace(&mut self, next: Intents) {
+        self.ended.notify_waiters();
+        *self = next;
     }
 
-    /// Returns true if no committed change has an intent that must be trimmed.
-    pub(crate) fn is_trimmed(&self) -> bool {
-        self.done.is_empty()
+    /// Whether the undo objects take so much space that the group should trim its slots now.
+    pub(crate) fn should_trim(&self) -> bool {
+        self.slots.bytes() > UNDO_MAX && !self.is_trimming
     }
 
-    /// Number of undo objects that are not removed yet, summed over all members.
+    /// Number of undo objects that can be trimmed, summed over all members.
     pub(crate) fn undo_objects(&self) -> usize {
-        self.done.values().flatten().map(Vec::len).sum()
-    }
-
-    /// Committed changes up to `through` whose intents are not trimmed yet.
-    pub(crate) fn done_through(&self, through: ChangeId) -> impl Iterator<Item = (ChangeId, &UndoObjects)> {
-        self.done.range(..=through).map(|(change, undo_objects)| (*change, undo_objects))
+        self.slots.undo_objects()
     }
 
     /// Objects that have dirty notes, because they changed while a member was unavailable.
@@ -89,55 +97,56 @@ impl Intents {
         self.dirty.extend(oids);
     }
 
-    /// The changes that only some members may have because a member has refused them.
-    pub(crate) fn refused(&self) -> &BTreeSet<ChangeId> {
-        &self.refused
+    /// Returns a handle that is notified whenever a change ends.
+    pub(crate) fn ended(&self) -> Rc<Notify> {
+        Rc::clone(&self.ended)
     }
 
-    /// Starts a change and returns its id. If the change must also trim intents, returns the last
-    /// change whose intent it trims: a committed change before which no change is in progress.
-    pub(crate) fn start(&mut self) -> (ChangeId, Option<ChangeId>) {
-        let change = self.next;
-        self.next.number += 1;
-        self.under_way.insert(change);
-        let first = self.under_way.first().copied().unwrap_or(change);
-        let settled = self.done.range(..first).next_back().map(|(settled, _)| *settled);
-        let trims = settled.filter(|_| !self.trimming);
-        self.trimming |= trims.is_some();
-        (change, trims)
+    /// Starts a change. `trims` says whether it removes the undo objects of all slots that no change
+    /// in progress uses, with the intents in these slots.
+    pub(crate) fn start(&mut self, trims: bool) -> StartedChange {
+        let settled = self.sequence.settled();
+        let change = self.sequence.start();
+        let place = IntentPlace::of(change);
+        let before = self.slots.take(place);
+        self.is_trimming |= trims;
+        let trims = if trims { self.slots.take_undo_objects() } else { Vec::new() };
+        let is_slot_empty = before.is_none();
+        StartedChange { change, settled, place, before: before.unwrap_or_default(), trims, is_slot_empty }
     }
 
-    /// Records that every member has committed a change. The change has trimmed the intents up to
-    /// `trims`.
-    pub(crate) fn committed(&mut self, change: ChangeId, undo_objects: UndoObjects, trims: Option<ChangeId>) {
-        self.done.insert(change, undo_objects);
-        self.committed = self.committed.max(change);
-        if let Some(through) = trims {
-            self.done = self.done.split_off(&through);
-            self.done.remove(&through);
+    /// Records the outcome of a change, with its undo objects, and the dirty notes that only this
+    /// change added. Returns false if the members have other contents in the slots than this type
+    /// knows; then the interval must end.
+    pub(crate) fn end(
+        &mut self,
+        started: StartedChange,
+        undo_objects: SlotContent,
+        dirty: &[ObjectId],
+        outcome: IntentOutcome,
+    ) -> bool {
+        let StartedChange { change, place, before, trims, is_slot_empty, .. } = started;
+        self.is_trimming &= trims.is_empty();
+        self.ended.notify_waiters();
+        match outcome {
+            IntentOutcome::Committed => {
+                self.sequence.commit(change);
+                self.slots.put(place, undo_objects);
+                true
+            }
+            IntentOutcome::Refused => {
+                self.sequence.drop_refused(change);
+                self.dirty.retain(|oid| !dirty.contains(oid));
+                if !is_slot_empty {
+                    self.slots.put(place, before);
+                }
+                // Later changes may have assumed that the other slots are empty.
+                trims.is_empty()
+            }
+            IntentOutcome::Undecided { is_refused } => {
+                self.sequence.leave_undecided(change, is_refused);
+                false
+            }
         }
-        self.under_way.remove(&change);
-        self.trim_ended(trims);
-    }
-
-    /// Records that no member has executed a change. Removes the dirty notes `dirty`, which only
-    /// this change added.
-    pub(crate) fn refused_by_all(&mut self, change: ChangeId, trims: Option<ChangeId>, dirty: &[ObjectId]) {
-        self.dirty.retain(|oid| !dirty.contains(oid));
-        self.under_way.remove(&change);
-        self.trim_ended(trims);
-    }
-
-    /// Records that only some members may have a change, and whether a member has refused it. The
-    /// change stays in progress, because the next interval decides about it.
-    pub(crate) fn left_undecided(&mut self, change: ChangeId, trims: Option<ChangeId>, is_refused: bool) {
-        if is_refused {
-            self.refused.insert(change);
-        }
-        self.trim_ended(trims);
-    }
-
-    fn trim_ended(&mut self, trims: Option<ChangeId>) {
-        self.trimming &= trims.is_none();
     }
 }

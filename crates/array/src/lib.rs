@@ -21,8 +21,8 @@
 //!   the members in sync, `undo` rolls back transactions that only some members have, `removal`
 //!   deletes the data of former members. `create` creates a group.
 //! - `group`: the state of a group. `interval`: a period in which the same members take part in
-//!   transactions. `intents`: transactions in progress. `terms`: the numbers (*terms*) of the
-//!   membership records. `rebuilding`: a member that is being rebuilt. `objects`: the order of the
+//!   transactions. `intents`: transactions in progress, their numbers (`sequence`), and the undo
+//!   objects of earlier ones (`slots`). `terms`: the numbers (*terms*) of the membership records. `rebuilding`: a member that is being rebuilt. `objects`: the order of the
 //!   requests on each object, and its size. `stage`: staged data. `damaged`: fragments to repair.
 //!   `calls`: calls on members and timeouts.
 //! - `overlay` computes the change of an object, `rows` the affected rows of its stripes, `split`
@@ -32,8 +32,8 @@
 //!   the incarnation of its store. `record`: the records that each member stores for the group.
 //!   `pace`: limits the speed of background work.
 //!
-//! **Consistency.** Each transaction has a number. Every member stores the transaction's intent
-//! under this number: a record of what the transaction changes, and of how to undo it. The array
+//! **Consistency.** Each transaction has a number. Every member stores the transaction's intent, with
+//! this number: a record of what the transaction changes, and of how to undo it. The array
 //! acknowledges a transaction after every member in sync has committed it. If only some members
 //! have committed a transaction, the array rolls it back: the members that have committed it
 //! restore the old data from their undo objects, which are copies of the overwritten data. The
@@ -44,7 +44,7 @@
 //! transaction without a guard waits for them. The metadata objects of the array's owner (the osd)
 //! are an exception: several transactions may change their omap entries concurrently. Each of these
 //! entries is either written by a single transaction, or has a value that only grows. See
-//! `docs/adr/0012` and `docs/adr/0022`.
+//! `docs/adr/0012`, `docs/adr/0022` and `docs/adr/0023`.
 //!
 //! **Threads.** An [`Array`] and its group live on one thread, in a `LocalSet`. A request starts
 //! during the call of [`submit`](store::Submit::submit). The rest of the request runs in its own
@@ -95,6 +95,8 @@ mod rows;
 mod salvage;
 mod salvage_object;
 mod scrub;
+mod sequence;
+mod slots;
 mod split;
 mod stage;
 mod staging;

@@ -52,6 +52,15 @@ impl MemberLink {
         self.fail(&e);
         StoreError::Disconnected(e.to_string())
     }
+
+    /// Classifies an error of a read on this member. Like [`classified`](Self::classified), but an I/O
+    /// error or damage concerns only the data that was to be read.
+    pub(crate) fn classified_read(&self, e: StoreError) -> StoreError {
+        match e {
+            StoreError::Io(_) | StoreError::Corrupt { .. } => e,
+            e => self.classified(e),
+        }
+    }
 }
 
 /// Returns true if the member refused the request, as opposed to having failed.

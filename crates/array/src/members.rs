@@ -90,7 +90,7 @@ impl Group {
             needed: self.layout.k,
             states: &states,
             witness: witness.as_ref(),
-            refused: intents.refused(),
+            refused: intents.sequence().refused(),
             is_lost: &|target| self.word.is_lost(target),
             missing: &missing,
         })
@@ -184,7 +184,7 @@ impl Group {
     ) -> store::Result<(GroupRecord, BTreeSet<ObjectId>)> {
         let there = || members.iter().flatten();
         let mut dirty: BTreeSet<ObjectId> = there().flat_map(|view| view.dirty.iter().cloned()).collect();
-        let Decision { record: old, verdicts, undone, trimmed, on_word, .. } = decision;
+        let Decision { record: old, verdicts, undone, settled, on_word, .. } = decision;
         let mut record = old.clone();
         for (member, verdict) in record.members.iter_mut().zip(verdicts) {
             match verdict {
@@ -193,10 +193,10 @@ impl Group {
                     member.standing = Standing::Blank
                 }
                 MemberVerdict::Missing => {
-                    member.standing = Standing::Stale { term: old.term, trimmed: *trimmed };
+                    member.standing = Standing::Stale { term: old.term, settled: *settled };
                     // The intents name every object whose last change the missing member may lack.
                     let intents = there().flat_map(|view| view.intents.values());
-                    dirty.extend(intents.flat_map(|intent| &intent.objects).map(|t| t.oid.clone()));
+                    dirty.extend(intents.flat_map(|stored| &stored.intent.objects).map(|t| t.oid.clone()));
                 }
                 MemberVerdict::WentBack => {
                     tracing::warn!(cid = %self.cid, target_uuid = %member.target, "a member has lost changes that it had stored; it will be rebuilt");

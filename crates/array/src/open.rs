@@ -7,12 +7,12 @@
 //! them. The intents name all objects that these steps concern, so no step scans the objects.
 
 use std::cell::RefCell;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 use std::time::Duration;
 
 use futures::stream::{FuturesUnordered, StreamExt};
-use store::{ObjectId, StoreError};
+use store::{ObjectId, Op, StoreError, Transaction};
 use tokio::time::Instant;
 use uuid::Uuid;
 
@@ -23,10 +23,17 @@ use crate::interval::{Interval, over};
 use crate::member::Member;
 use crate::member_link::is_refusal;
 use crate::members::NotDecided;
-use crate::record::{ChangeId, GroupRecord, MemberRecord};
+use crate::record::{
+    ChangeId, GroupRecord, IntentPlace, MemberRecord, StoredIntent, key_settled, own_object,
+};
 use crate::removal::leftovers;
+use crate::sequence::Sequence;
+use crate::slots::{SlotContent, Slots};
 use crate::task::spawn;
 use crate::view::{MemberView, Views};
+
+/// Number of intents removed per transaction.
+const ENTRIES: usize = 64;
 
 impl Group {
     /// Returns the interval with the given number. Opens the interval if necessary. Before an
@@ -48,6 +55,9 @@ impl Group {
             }
             let tried = self.number();
             let opened = self.open().await;
+            if let Err(e) = &opened {
+                tracing::debug!(cid = %self.cid, number = tried, error = %e, "cannot open an interval of the group");
+            }
             if let Err(e @ (StoreError::Disconnected(_) | StoreError::NoSpace { .. })) = &opened {
                 self.intervals.refuse(tried, e.clone());
             }
@@ -139,7 +149,8 @@ impl Group {
         self.waits_for.replace(Some(Vec::new()));
         self.lacks_objects.set(false);
         self.word.heed(false);
-        *self.intents.borrow_mut() = intents_of(number, &record, &members, &decision, dirty);
+        let intents = intents_of(number, &record, &members, &decision, dirty);
+        self.intents.borrow_mut().replace(intents);
         self.cannot_catch_up.borrow_mut().clear();
         tracing::debug!(cid = %self.cid, number, term = record.term, "opened an interval of the group");
         let leftovers = RefCell::new(leftovers(&record, &views, &members, &remains));
@@ -196,10 +207,42 @@ impl Group {
         for (position, member) in members.iter_mut().enumerate() {
             let lacks = lacks(position);
             let Some(view) = member.as_mut().filter(|_| !lacks.is_empty()) else { continue };
+            if !decision.undone.is_empty() {
+                *view = self.view(&view.link).await?;
+            }
             self.catch_up(&sources, &have, position, view, &lacks).await?;
             *view = self.view(&view.link).await?;
         }
+        for view in members.iter_mut().flatten() {
+            if self.remove_entries(view, decision).await? {
+                *view = self.view(&view.link).await?;
+            }
+        }
         Ok(())
+    }
+
+    /// Removes the intents that an earlier version has stored in entries of their own, with their undo
+    /// objects. All changes are settled. Returns whether the member had such intents.
+    async fn remove_entries(&self, view: &MemberView, decision: &Decision) -> store::Result<bool> {
+        let is_entry = |stored: &&StoredIntent| matches!(stored.place, IntentPlace::Entry(_));
+        let is_kept = |stored: &&StoredIntent| !decision.undone.contains(&stored.change);
+        let old: Vec<&StoredIntent> = view.stored_intents().filter(is_entry).filter(is_kept).collect();
+        for some in old.chunks(ENTRIES) {
+            let undo_objects = |stored: &StoredIntent| {
+                let place = stored.place;
+                stored.intent.undo_objects().into_iter().map(move |index| place.undo_object(index))
+            };
+            let removals = some.iter().flat_map(|stored| undo_objects(stored)).map(|oid| Op::Remove { oid });
+            let oid = own_object();
+            let settled = decision.last_kept.max(view.state.settled);
+            let settled =
+                Op::OmapSet { oid: oid.clone(), entries: vec![(key_settled(), settled.encode().into())] };
+            let keys = some.iter().map(|stored| stored.place.key()).collect();
+            let ops = removals.chain([Op::OmapRemove { oid, keys }, settled]).collect();
+            let transaction = Transaction { collection: self.cid.clone(), ops, uses_reserve: true };
+            self.calls.apply_to(&view.link, transaction).await?;
+        }
+        Ok(!old.is_empty())
     }
 
     /// Whether the group can continue with these targets although no decision is possible.
@@ -285,7 +328,7 @@ fn continuing(decision: &Decision, views: &[MemberView]) -> Vec<Option<MemberVie
     continues.map(view).collect()
 }
 
-/// Returns the intents of earlier intervals that remain when an interval begins.
+/// Returns the intents of a new interval. The slots contain the intents of earlier intervals.
 fn intents_of(
     interval: u64,
     record: &GroupRecord,
@@ -294,16 +337,15 @@ fn intents_of(
     dirty: BTreeSet<ObjectId>,
 ) -> Intents {
     let next = ChangeId { term: record.term, number: decision.last.number + 1 };
-    let mut intents = Intents::new(interval, next, decision.last_kept, dirty);
+    let mut contents: BTreeMap<IntentPlace, SlotContent> = BTreeMap::new();
     for (position, view) in members.iter().enumerate() {
-        for (&change, intent) in view.iter().flat_map(|view| &view.intents) {
-            if decision.undone.contains(&change) {
-                continue;
-            }
-            let objects = intent.objects.iter().enumerate();
-            let kept = objects.filter(|(_, t)| t.undo.keeps_object()).map(|(i, _)| i).collect();
-            intents.add_done(change, position, members.len(), kept);
+        let stored = view.iter().flat_map(MemberView::stored_intents);
+        for stored in stored.filter(|stored| !decision.undone.contains(&stored.change)) {
+            let (undo_objects, bytes) = (stored.intent.undo_objects(), stored.intent.undo_bytes());
+            contents.entry(stored.place).or_default().add(position, undo_objects, bytes);
         }
     }
-    intents
+    let mut slots = Slots::default();
+    contents.into_iter().for_each(|(place, content)| slots.put(place, content));
+    Intents::new(interval, Sequence::new(next, decision.last_kept), slots, dirty)
 }

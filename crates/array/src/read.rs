@@ -311,8 +311,8 @@ impl Group {
         dest: Option<ArenaBuf>,
     ) -> store::Result<FragmentRead> {
         let len = range.end - range.start;
-        let read =
-            self.calls.answer(link, link.target.store().read(&self.cid, oid, range.start, len, dest)).await?;
+        let read = link.target.store().read(&self.cid, oid, range.start, len, dest);
+        let read = self.calls.answer(link, read).await.map_err(|e| link.classified_read(e))?;
         read.verify().map_err(|e| link.corrupt(oid, e.to_string()))?;
         self.expect_len(link, WholeObject { oid, size }, position, read.object_size)?;
         link.still()?;

@@ -24,7 +24,8 @@ use crate::member_link::MemberLink;
 use crate::pace::Pace;
 use crate::read::WholeObject;
 use crate::rebuilding::{MissingObjects, Rebuilding};
-use crate::record::{ChangeId, GroupEntry, GroupRecord, MemberRecord, Standing, own_object};
+use crate::record::{ChangeId, GroupRecord, MemberRecord, Standing, own_object};
+use crate::view::StoredRecords;
 
 /// Pause before a failed rebuild of a group's member is retried.
 pub const RETRY: Duration = Duration::from_secs(1);
@@ -142,14 +143,14 @@ impl Group {
         let target = self.member(interval, position)?;
         let link = MemberLink::new(Rc::clone(&target));
         let own = match record.members[position].standing {
-            Standing::Stale { term, trimmed } => match self.own_entries(&link, term, trimmed).await? {
+            Standing::Stale { term, settled } => match self.own_entries(&link, term, settled).await? {
                 None => return Err(self.make_blank(interval, position).await?),
                 own => own,
             },
             _ => None,
         };
         // No change is in progress, so all committed changes are settled.
-        let settled = self.intents.borrow().last_committed();
+        let settled = self.intents.borrow().sequence().last_committed();
         let missing = match own {
             Some(own) => MissingObjects::Only(self.clean(&link, own, &record, settled).await?),
             None => {
@@ -196,60 +197,42 @@ impl Group {
 
     /// Reads the group's records on a stale member. Returns `None` if the member has no records, or
     /// lacks changes that it had stored when it was last in sync: the record of `term`, and the
-    /// changes up to `trimmed`. Then the dirty notes do not name all objects that it lacks, and the
+    /// changes up to `settled`. Then the dirty notes do not name all objects that it lacks, and the
     /// member must become blank.
     async fn own_entries(
         &self,
         link: &MemberLink,
         term: u64,
-        trimmed: ChangeId,
-    ) -> store::Result<Option<Vec<GroupEntry>>> {
+        settled: ChangeId,
+    ) -> store::Result<Option<StoredRecords>> {
         let entries = match self.calls.all_entries(link, &own_object(), &Bytes::new(), None).await {
             Ok(entries) => entries,
             Err(StoreError::NoSuchCollection(_) | StoreError::NoSuchObject(_)) => return Ok(None),
             Err(e) => return Err(e),
         };
-        let entries = entries.iter().map(|(key, value)| GroupEntry::decode(key, value));
-        let entries: Vec<GroupEntry> = entries.collect::<store::Result<_>>()?;
-        let (mut heard, mut last) = (0, ChangeId::default());
-        for entry in &entries {
-            match entry {
-                GroupEntry::Record(record) => heard = heard.max(record.term),
-                GroupEntry::Proposal(record) if record.has_objects_on(&link.target.uuid()) => {
-                    heard = heard.max(record.term);
-                }
-                GroupEntry::Proposal(_) => {}
-                GroupEntry::Trimmed(change) | GroupEntry::Intent(change, _) => last = last.max(*change),
-                GroupEntry::Dirty(_) => {}
-            }
-        }
-        if heard < term || last < trimmed {
+        let own = StoredRecords::decode(&entries)?;
+        let proposal = own.proposal.iter().filter(|proposal| proposal.has_objects_on(&link.target.uuid()));
+        let heard = own.record.iter().chain(proposal).map(|record| record.term).max().unwrap_or(0);
+        if heard < term || own.last() < settled {
             tracing::warn!(cid = %self.cid, target_uuid = %link.target.uuid(), "a stale member has lost changes that it had stored, and becomes blank; all objects will be copied to it");
             metrics::counter!("outboard_osd_members_went_back_total").increment(1);
             return Ok(None);
         }
-        Ok(Some(entries))
+        Ok(Some(own))
     }
 
-    /// Removes the old undo objects of a member, and replaces its old records. Returns the objects whose content on this member may differ from their content on the
-    /// other members.
+    /// Removes the old undo objects of a member, and replaces its old records. Returns the objects
+    /// whose content on this member may differ from their content on the other members.
     async fn clean(
         &self,
         link: &MemberLink,
-        own: Vec<GroupEntry>,
+        own: StoredRecords,
         record: &GroupRecord,
         settled: ChangeId,
     ) -> store::Result<BTreeSet<ObjectId>> {
         let mut missing = self.intents.borrow().dirty().clone();
-        for entry in own {
-            match entry {
-                GroupEntry::Intent(_, intent) => {
-                    missing.extend(intent.objects.into_iter().map(|touched| touched.oid));
-                }
-                GroupEntry::Dirty(oid) => drop(missing.insert(oid)),
-                GroupEntry::Record(_) | GroupEntry::Proposal(_) | GroupEntry::Trimmed(_) => {}
-            }
-        }
+        let touched = own.intents.into_values().flat_map(|stored| stored.intent.objects);
+        missing.extend(touched.map(|touched| touched.oid).chain(own.dirty));
         missing.retain(|oid| !(self.is_internal)(oid));
         // Write dirty notes for these objects. If the rebuild is interrupted, the notes replace the
         // member's intents, which are removed next.

@@ -6,18 +6,24 @@
 //! e               membership record: term, members and their standings, changes that were undone
 //!                 (format byte, then postcard)
 //! p               proposed membership record
-//! t               id of the change up to which all changes are settled: term, number
-//! i term number   intent of a change: what it changes, and how to undo that (postcard)
+//! t               id of a change up to which all changes are settled: term, number
+//! s slot          intent: the change, a change up to which all changes are settled, what the change
+//!                 modifies, and how to undo that (postcard)
+//! i term number   intent, as earlier versions stored it: without the two ids
 //! d object        dirty note: the object `object` changed while a member was unavailable
 //! ```
 //!
-//! Integers in keys, and the two integers of `t`, have 8 bytes each, most significant first.
-//! Nodes with records of format 1 identified a change by its number alone. The keys and the undo
-//! objects of such changes still do. They count as changes of term 0.
+//! Integers in keys, and the two integers of `t`, have 8 bytes each, most significant first; `slot`
+//! has one byte. Nodes with records of format 1 identified a change by its number alone. The keys and
+//! the undo objects of such changes still do. They count as changes of term 0.
 //!
-//! A transaction copies the data that it overwrites to an undo object. The undo object stays until
-//! every member has committed the transaction. If only some members commit it, those members
-//! restore the old data from the undo object.
+//! A change with number *n* stores its intent in slot *n* modulo [`SLOTS`], and replaces the intent of
+//! an earlier change, which is settled. So no op removes intents, and the intents of settled changes
+//! remain until they are replaced. A member has the settled change of its newest intent, of `t`, and
+//! ignores the intents up to this change.
+//!
+//! A transaction copies the data that it overwrites to an undo object, which belongs to the slot. If
+//! only some members commit the transaction, those members restore the old data from the undo object.
 
 use std::collections::BTreeSet;
 
@@ -26,6 +32,9 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use store::{ObjectId, Op, StoreError};
 use uuid::Uuid;
+
+/// Number of slots for intents, and so the maximum number of changes in progress.
+pub(crate) const SLOTS: u64 = 128;
 
 const FORMAT: u8 = 2;
 /// Earlier format of the membership record, which can still be read.
@@ -76,7 +85,7 @@ pub(crate) enum Standing {
         /// The term of the last record that lists the member as in sync.
         term: u64,
         /// The member had every change up to this one.
-        trimmed: ChangeId,
+        settled: ChangeId,
     },
     /// The member's content is unknown. A rebuild copies everything.
     Blank,
@@ -153,7 +162,7 @@ impl From<OldRecord> for GroupRecord {
             target,
             standing: match standing {
                 OldStanding::InSync => Standing::InSync,
-                OldStanding::Stale => Standing::Stale { term: 0, trimmed: ChangeId::default() },
+                OldStanding::Stale => Standing::Stale { term: 0, settled: ChangeId::default() },
                 OldStanding::Blank => Standing::Blank,
             },
         };
@@ -185,8 +194,8 @@ pub(crate) enum Undo {
     /// The old object was renamed to the undo object: rename it back. If a new object has the old
     /// id by now, remove the new object first.
     Return,
-    /// The undo object contains these ranges (offset, length) of the old data, at the same offsets.
-    /// The old fragment was `size` bytes long.
+    /// The undo object contains these ranges (offset, length) of the old data, which consist of whole
+    /// blocks ([`IntentPlace::saved_at`]). The old fragment was `size` bytes long.
     Restore { size: u64, saved: Vec<(u64, u64)> },
 }
 
@@ -209,18 +218,122 @@ pub(crate) struct Intent {
     pub(crate) objects: Vec<Touched>,
 }
 
+impl Intent {
+    /// Indices of the objects that have an undo object.
+    pub(crate) fn undo_objects(&self) -> UndoObjects {
+        let objects = (0..).zip(&self.objects);
+        objects.filter(|(_, touched)| touched.undo.keeps_object()).map(|(index, _)| index).collect()
+    }
+
+    /// Number of bytes in the undo objects, without renamed objects.
+    pub(crate) fn undo_bytes(&self) -> u64 {
+        let saved = self.objects.iter().filter_map(|touched| match &touched.undo {
+            Undo::Restore { saved, .. } => Some(saved.iter().map(|(_, len)| len).sum::<u64>()),
+            _ => None,
+        });
+        saved.sum()
+    }
+}
+
+/// The undo objects of one change on one member, by the indices of their objects in the intent.
+pub(crate) type UndoObjects = Vec<usize>;
+
+/// Where a member stores the intent of a change and its undo objects.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum IntentPlace {
+    /// In a slot.
+    Slot(u8),
+    /// In an entry of its own, as earlier versions did.
+    Entry(ChangeId),
+}
+
+impl IntentPlace {
+    /// The place of a new change.
+    pub(crate) fn of(change: ChangeId) -> IntentPlace {
+        IntentPlace::Slot((change.number % SLOTS) as u8)
+    }
+
+    /// Key of the intent.
+    pub(crate) fn key(self) -> Bytes {
+        match self {
+            IntentPlace::Slot(slot) => vec![b's', slot].into(),
+            IntentPlace::Entry(change) => [b"i", &change.encode()[..]].concat().into(),
+        }
+    }
+
+    /// Id of the undo object for object number `index` of the intent.
+    pub(crate) fn undo_object(self, index: usize) -> ObjectId {
+        let mut id = BytesMut::from(OWN);
+        id.put_slice(b"undo");
+        match self {
+            IntentPlace::Slot(slot) => id.put_u8(slot),
+            IntentPlace::Entry(change) => id.put_slice(&change.encode()),
+        }
+        id.put_u32(index as u32);
+        fixed(id.to_vec())
+    }
+
+    /// Returns where an undo object contains ranges (offset, length) of the old data: offset in the
+    /// object, offset in the undo object, length. In the undo object of a slot, the ranges follow one
+    /// another, so that its extent map is small.
+    pub(crate) fn saved_at(self, ranges: &[(u64, u64)]) -> impl Iterator<Item = (u64, u64, u64)> {
+        let mut end = 0;
+        ranges.iter().map(move |&(at, len)| {
+            let kept_at = match self {
+                IntentPlace::Slot(_) => end,
+                IntentPlace::Entry(_) => at,
+            };
+            end += len;
+            (at, kept_at, len)
+        })
+    }
+}
+
+/// An intent as a member stores it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct StoredIntent {
+    pub(crate) change: ChangeId,
+    /// A change up to which all changes are settled.
+    pub(crate) settled: ChangeId,
+    pub(crate) place: IntentPlace,
+    pub(crate) intent: Intent,
+}
+
+impl StoredIntent {
+    /// Encodes the intent for its place.
+    pub(crate) fn encode(&self) -> Bytes {
+        match self.place {
+            IntentPlace::Slot(_) => encode(&(self.change, self.settled, &self.intent)),
+            IntentPlace::Entry(_) => encode(&self.intent),
+        }
+    }
+
+    /// The omap entry of the intent.
+    pub(crate) fn entry(&self) -> (Bytes, Bytes) {
+        (self.place.key(), self.encode())
+    }
+
+    fn decode_slot(slot: u8, value: &[u8]) -> Option<StoredIntent> {
+        let (change, settled, intent) = plain::<(ChangeId, ChangeId, Intent)>(value)?;
+        let place = IntentPlace::Slot(slot);
+        (settled < change && IntentPlace::of(change) == place).then_some(StoredIntent {
+            change,
+            settled,
+            place,
+            intent,
+        })
+    }
+
+    fn decode_entry(change: &[u8], value: &[u8]) -> Option<StoredIntent> {
+        let (change, intent) = ChangeId::decode(change).zip(plain(value))?;
+        let place = IntentPlace::Entry(change);
+        Some(StoredIntent { change, settled: ChangeId::default(), place, intent })
+    }
+}
+
 /// Id of the object that contains the array's records.
 pub(crate) fn own_object() -> ObjectId {
     fixed([OWN, b"rray"].concat())
-}
-
-/// Id of the undo object for object number `index` of a transaction.
-pub(crate) fn undo_object(change: ChangeId, index: usize) -> ObjectId {
-    let mut id = BytesMut::from(OWN);
-    id.put_slice(b"undo");
-    id.put_slice(&change.encode());
-    id.put_u32(index as u32);
-    fixed(id.to_vec())
 }
 
 /// Returns true if an object is one of the array's own: the object with the records, or an undo
@@ -237,12 +350,8 @@ pub(crate) fn key_proposal() -> Bytes {
     Bytes::from_static(b"p")
 }
 
-pub(crate) fn key_trimmed() -> Bytes {
+pub(crate) fn key_settled() -> Bytes {
     Bytes::from_static(b"t")
-}
-
-pub(crate) fn key_intent(change: ChangeId) -> Bytes {
-    [b"i", &change.encode()[..]].concat().into()
 }
 
 pub(crate) fn key_dirty(oid: &ObjectId) -> Bytes {
@@ -259,8 +368,8 @@ pub(crate) fn forget_all_but_dirty() -> Op {
 pub(crate) enum GroupEntry {
     Record(GroupRecord),
     Proposal(GroupRecord),
-    Trimmed(ChangeId),
-    Intent(ChangeId, Intent),
+    Settled(ChangeId),
+    Intent(StoredIntent),
     Dirty(ObjectId),
 }
 
@@ -273,10 +382,9 @@ impl GroupEntry {
         let entry = match key.split_first() {
             Some((b'e', [])) => GroupRecord::decode(value).map(GroupEntry::Record),
             Some((b'p', [])) => GroupRecord::decode(value).map(GroupEntry::Proposal),
-            Some((b't', [])) => ChangeId::decode(value).map(GroupEntry::Trimmed),
-            Some((b'i', change)) => ChangeId::decode(change)
-                .zip(plain(value))
-                .map(|(change, intent)| GroupEntry::Intent(change, intent)),
+            Some((b't', [])) => ChangeId::decode(value).map(GroupEntry::Settled),
+            Some((b's', [slot])) => StoredIntent::decode_slot(*slot, value).map(GroupEntry::Intent),
+            Some((b'i', change)) => StoredIntent::decode_entry(change, value).map(GroupEntry::Intent),
             Some((b'd', oid)) => ObjectId::new(Bytes::copy_from_slice(oid)).ok().map(GroupEntry::Dirty),
             _ => None,
         };
@@ -317,7 +425,7 @@ mod tests {
     fn decoding_a_record_entry_returns_the_encoded_record() {
         let oid = ObjectId::new("object").unwrap();
         let change = |term, number| ChangeId { term, number };
-        let standing = Standing::Stale { term: 2, trimmed: change(2, 5) };
+        let standing = Standing::Stale { term: 2, settled: change(2, 5) };
         let member = MemberRecord { target: Uuid::from_u128(7), standing };
         let record = GroupRecord { term: 3, members: vec![member], undone: [change(2, 9)].into() };
         let touched = Touched {
@@ -332,12 +440,20 @@ mod tests {
         assert_eq!(round(key_proposal(), record.encode()), GroupEntry::Proposal(record.clone()));
         assert_eq!(round(key_record(), record.encode()), GroupEntry::Record(record));
         for change in [change(3, 5), change(0, 5)] {
-            assert_eq!(
-                round(key_intent(change), encode(&intent)),
-                GroupEntry::Intent(change, intent.clone())
-            );
-            assert_eq!(round(key_trimmed(), change.encode().into()), GroupEntry::Trimmed(change));
+            let settled = ChangeId::default();
+            for place in [IntentPlace::of(change), IntentPlace::Entry(change)] {
+                let stored = StoredIntent { change, settled, place, intent: intent.clone() };
+                let (key, value) = stored.entry();
+                assert_eq!(round(key, value), GroupEntry::Intent(stored));
+            }
+            assert_eq!(round(key_settled(), change.encode().into()), GroupEntry::Settled(change));
         }
+        let place = IntentPlace::of(change(3, 5));
+        let stored = StoredIntent { change: change(3, 5), settled: change(3, 4), place, intent };
+        let misplaced = GroupEntry::decode(&IntentPlace::Slot(6).key(), &stored.encode());
+        misplaced.unwrap_err();
+        let wrong = StoredIntent { settled: change(3, 5), ..stored };
+        GroupEntry::decode(&place.key(), &wrong.encode()).unwrap_err();
         assert_eq!(round(key_dirty(&oid), Bytes::new()), GroupEntry::Dirty(oid));
     }
 
@@ -350,19 +466,22 @@ mod tests {
         let stored = [&[1, 3, 3][..], &members.concat()].concat();
         let Ok(GroupEntry::Record(record)) = GroupEntry::decode(b"e", &stored) else { panic!() };
         let standings: Vec<Standing> = record.members.iter().map(|m| m.standing).collect();
-        let stale = Standing::Stale { term: 0, trimmed: ChangeId::default() };
+        let stale = Standing::Stale { term: 0, settled: ChangeId::default() };
         assert_eq!((record.term, standings), (3, vec![Standing::InSync, stale, Standing::Blank]));
         assert_eq!(record.members[1].target, Uuid::from_u128(8));
         let change = ChangeId { term: 0, number: 5 };
-        assert_eq!(key_intent(change), [&b"i"[..], &5u64.to_be_bytes()].concat());
-        let intent = GroupEntry::decode(&key_intent(change), &[0]).unwrap();
-        assert_eq!(intent, GroupEntry::Intent(change, Intent { objects: Vec::new() }));
+        let place = IntentPlace::Entry(change);
+        assert_eq!(place.key(), [&b"i"[..], &5u64.to_be_bytes()].concat());
+        let GroupEntry::Intent(stored) = GroupEntry::decode(&place.key(), &[0]).unwrap() else { panic!() };
+        assert_eq!((stored.change, stored.place, stored.intent.objects), (change, place, Vec::new()));
     }
 
     #[test]
     fn the_arrays_own_objects_are_recognized_by_their_ids() {
         let change = ChangeId { term: 1, number: 1 };
-        assert!(is_own(&own_object()) && is_own(&undo_object(change, 0)));
+        assert!(
+            [IntentPlace::of(change), IntentPlace::Entry(change)].iter().all(|p| is_own(&p.undo_object(0)))
+        );
         assert!(!is_own(&ObjectId::new(&b"\0\0\0\0\0meta"[..]).unwrap()));
         assert!(!is_own(&ObjectId::new(&b"\0\0\0\0\x01\0a"[..]).unwrap()));
     }

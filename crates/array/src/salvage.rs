@@ -29,7 +29,7 @@ use crate::group::Group;
 use crate::member_link::MemberLink;
 use crate::record::{
     ChangeId, GroupRecord, MemberRecord, Standing, forget_all_but_dirty, is_own, key_proposal, key_record,
-    key_trimmed, own_object,
+    key_settled, own_object,
 };
 use crate::salvage_object::{PlacedView, Salvaged};
 use crate::view::MemberView;
@@ -91,8 +91,8 @@ impl Group {
                 .put_in_force_on(record, &in_sync, |position, member| {
                     if let Some((_, view)) = others.iter().find(|(at, _)| *at == position) {
                         // Any objects of this member may differ, and dirty notes name all of them.
-                        let (term, trimmed) = (view.state.last_in_sync(), ChangeId::default());
-                        let standing = Standing::Stale { term, trimmed };
+                        let (term, settled) = (view.state.last_in_sync(), ChangeId::default());
+                        let standing = Standing::Stale { term, settled };
                         return MemberRecord { target: view.state.target, standing };
                     }
                     let standing = match member.standing {
@@ -174,13 +174,13 @@ impl Group {
     /// Undoes the changes that only some of the members have. Returns the last change of all of them.
     async fn settle(&self, members: &[PlacedView<'_>]) -> store::Result<ChangeId> {
         let views: Vec<&MemberView> = members.iter().map(|(_, view)| *view).collect();
-        let trimmed = views.iter().map(|view| view.state.trimmed).max().unwrap_or_default();
-        let open = views.iter().flat_map(|view| view.intents.keys()).filter(|change| **change > trimmed);
+        let settled = views.iter().map(|view| view.state.settled).max().unwrap_or_default();
+        let open = views.iter().flat_map(|view| view.intents.keys()).filter(|change| **change > settled);
         let open: BTreeSet<ChangeId> = open.copied().collect();
         let (kept, undone): (BTreeSet<ChangeId>, _) =
             open.into_iter().partition(|change| views.iter().all(|view| view.intents.contains_key(change)));
         self.undo_changes(&undone, &views, &views).await?;
-        Ok(kept.last().copied().unwrap_or_default().max(trimmed))
+        Ok(kept.last().copied().unwrap_or_default().max(settled))
     }
 
     /// Returns all objects that any of the members has, except internal ones.
@@ -207,13 +207,13 @@ impl Group {
     fn differing(&self, record: &GroupRecord, members: &[PlacedView<'_>]) -> BTreeSet<ObjectId> {
         // All members have the changes up to this one.
         let common = members.iter().filter_map(|(position, _)| match record.members[*position].standing {
-            Standing::Stale { trimmed, .. } => Some(trimmed),
+            Standing::Stale { settled, .. } => Some(settled),
             Standing::InSync | Standing::Blank => None,
         });
         let common = common.min().unwrap_or_default();
         let views = || members.iter().map(|(_, view)| *view);
         let open = views().flat_map(|view| &view.intents).filter(|(change, _)| **change > common);
-        let touched = open.flat_map(|(_, intent)| &intent.objects).map(|touched| &touched.oid);
+        let touched = open.flat_map(|(_, stored)| &stored.intent.objects).map(|touched| &touched.oid);
         let named = touched.chain(views().flat_map(|view| &view.dirty));
         named.filter(|oid| !(self.is_internal)(oid)).cloned().collect()
     }
@@ -233,7 +233,7 @@ impl Group {
             let left = ids.into_iter().take_while(is_own).filter(|oid| *oid != keep);
             let removals: Vec<Op> = left.map(|oid| Op::Remove { oid }).collect();
             let is_last = removals.is_empty();
-            let entries = vec![(key_record(), record.encode()), (key_trimmed(), last.encode().into())];
+            let entries = vec![(key_record(), record.encode()), (key_settled(), last.encode().into())];
             let note = Op::OmapSet { oid: own_object(), entries };
             let ops = if is_last { vec![forget_all_but_dirty(), note] } else { removals };
             let transaction = Transaction { collection: self.cid.clone(), ops, uses_reserve: true };

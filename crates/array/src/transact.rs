@@ -8,25 +8,22 @@ use futures::future::join_all;
 use store::{ObjectId, Op, StoreCalls, StoreError, Transaction};
 
 use crate::group::Group;
-use crate::intents::{Intents, UndoObjects};
+use crate::intents::{IntentOutcome, StartedChange};
 use crate::interval::{Interval, over};
 use crate::member_link::{MemberLink, is_refusal};
 use crate::objects::{ObjectAccess, ObjectPlace, Rows};
 use crate::read::WholeObject;
-use crate::record::{
-    ChangeId, Intent, Touched, Undo, encode, key_dirty, key_intent, key_trimmed, own_object, undo_object,
-};
+use crate::record::{Intent, StoredIntent, Touched, Undo, UndoObjects, key_dirty, own_object};
 use crate::rows::{ArrayChange, Split};
-use crate::undo::copy_ranges;
+use crate::slots::SlotContent;
+use crate::undo::save_ranges;
 use crate::work::{ObjectEdit, impossible, is_omap_only, object_of};
 
 /// A transaction of the array, prepared as one transaction for each member.
 struct Prepared {
-    change: ChangeId,
+    started: StartedChange,
     transactions: Vec<Option<(MemberLink, Transaction)>>,
-    undo_objects: UndoObjects,
-    /// The transaction removes the intents up to this change.
-    trims: Option<ChangeId>,
+    undo_objects: SlotContent,
     /// Objects for which the transaction writes dirty notes.
     dirty: Vec<ObjectId>,
 }
@@ -67,28 +64,50 @@ impl Group {
         for place in work.iter().filter_map(|one| one.place.as_ref()) {
             place.may_queue().await;
         }
-        self.still(&interval)?;
-        let prepared = self.prepare(&interval, &work, transaction.uses_reserve);
+        self.has_slot(&interval).await?;
+        let prepared = self.prepare(&interval, &work, transaction.uses_reserve, false);
         for one in &work {
             let size = one.exists.then_some(one.overlay.size);
-            one.place.iter().for_each(|place| place.queued(prepared.change, &interval, size));
+            one.place.iter().for_each(|place| place.queued(prepared.started.change, &interval, size));
         }
         self.commit(&interval, prepared, &work).await
     }
 
-    /// Removes the intents and undo objects of finished transactions.
+    /// Removes the undo objects of finished transactions, with their intents.
     pub async fn trim(&self) -> store::Result<()> {
-        if self.intents.borrow().is_trimmed() {
+        if self.undo_objects() == 0 {
             return Ok(());
         }
         let interval = self.any_interval().await?;
         let _open = self.gate.read().await;
-        self.still(&interval)?;
-        let prepared = self.prepare(&interval, &[], true);
+        self.has_slot(&interval).await?;
+        let prepared = self.prepare(&interval, &[], true, true);
         self.commit(&interval, prepared, &[]).await
     }
 
-    /// Number of undo objects that are not removed yet, summed over all members.
+    /// Waits until a change may start. After this call, the caller must prepare its change before it
+    /// awaits anything else.
+    ///
+    /// # Errors
+    /// If the interval has ended.
+    async fn has_slot(&self, interval: &Interval) -> store::Result<()> {
+        loop {
+            let ended = self.intents.borrow().ended();
+            let ended = ended.notified();
+            self.still(interval)?;
+            if self.intents.borrow().sequence().may_start() {
+                return Ok(());
+            }
+            ended.await;
+        }
+    }
+
+    /// Whether the undo objects of finished transactions take much space.
+    pub(crate) fn should_trim(&self) -> bool {
+        self.intents.borrow().should_trim()
+    }
+
+    /// Number of undo objects that can be removed, summed over all members.
     pub fn undo_objects(&self) -> usize {
         self.intents.borrow().undo_objects()
     }
@@ -234,33 +253,29 @@ impl Group {
 
     /// Assigns an id to the transaction, and builds a transaction for each member. The caller
     /// must queue these transactions on the members before it awaits anything else.
-    fn prepare(&self, interval: &Interval, work: &[ObjectEdit], uses_reserve: bool) -> Prepared {
+    fn prepare(&self, interval: &Interval, work: &[ObjectEdit], uses_reserve: bool, trims: bool) -> Prepared {
         let mut intents = self.intents.borrow_mut();
-        let (change, trims) = intents.start();
+        let started = intents.start(trims);
         let dirty = |one: &&ObjectEdit| one.place.is_some() && !intents.dirty().contains(&one.oid);
         let dirty: Vec<ObjectId> = match interval.record.needs_notes() {
             false => Vec::new(),
             true => work.iter().filter(dirty).map(|one| one.oid.clone()).collect(),
         };
-        let mut common: Vec<(Bytes, Bytes)> =
-            dirty.iter().map(|oid| (key_dirty(oid), Bytes::new())).collect();
-        common.extend(trims.map(|through| (key_trimmed(), through.encode().into())));
-        let (mut transactions, mut undo_objects) = (Vec::new(), Vec::new());
-        for position in 0..self.layout.fragments() {
-            let Some(link) = self.takes_part(interval, position) else {
-                transactions.push(None);
-                undo_objects.push(Vec::new());
-                continue;
-            };
+        let notes: Vec<(Bytes, Bytes)> = dirty.iter().map(|oid| (key_dirty(oid), Bytes::new())).collect();
+        let mut undo_objects = SlotContent::default();
+        let transactions = (0..self.layout.fragments()).map(|position| {
+            let link = self.takes_part(interval, position)?;
             let mut ops = Vec::new();
-            let (intent, kept) = self.member_ops(work, change, position, &mut ops);
-            trims.iter().for_each(|&through| trim_ops(&intents, position, through, &mut ops));
-            let mut entries = common.clone();
-            entries.push((key_intent(change), encode(&intent)));
+            let intent = self.member_ops(work, &started, position, &mut ops);
+            trim_ops(&started, position, &mut ops);
+            undo_objects.add(position, intent.undo_objects(), self.undo_bytes(work, position));
+            let StartedChange { change, settled, place, .. } = started;
+            let mut entries = notes.clone();
+            entries.push(StoredIntent { change, settled, place, intent }.entry());
             ops.push(Op::OmapSet { oid: own_object(), entries });
-            transactions.push(Some((link, Transaction { collection: self.cid.clone(), ops, uses_reserve })));
-            undo_objects.push(kept);
-        }
+            Some((link, Transaction { collection: self.cid.clone(), ops, uses_reserve }))
+        });
+        let transactions = transactions.collect();
         intents.note_dirty(dirty.iter().cloned());
         if let Some(rebuilding) = self.rebuilding.borrow_mut().as_mut() {
             // A rebuild does not copy internal objects.
@@ -268,20 +283,30 @@ impl Group {
             let changed = work.iter().filter(|one| one.place.is_some()).map(|one| &one.oid);
             changed.filter(|oid| is_copied(oid)).for_each(|oid| rebuilding.changes(oid));
         }
-        Prepared { change, transactions, undo_objects, trims, dirty }
+        Prepared { started, transactions, undo_objects, dirty }
     }
 
-    /// Appends the ops that the member at `position` executes. Returns the intent, and the indices
-    /// of the objects that have an undo object.
+    /// Number of bytes that a change saves in undo objects on the member at a position.
+    fn undo_bytes(&self, work: &[ObjectEdit], position: usize) -> u64 {
+        let saved = |one: &ObjectEdit| match one.was {
+            Some(size) if one.moved => self.layout.fragment_size(position, size),
+            _ => one.split.overwritten[position].iter().map(|(_, len)| len).sum(),
+        };
+        work.iter().filter(|one| one.live[position].is_some()).map(saved).sum()
+    }
+
+    /// Appends the ops that the member at `position` executes, except those on the array's records.
+    /// Returns the intent.
     fn member_ops(
         &self,
         work: &[ObjectEdit],
-        change: ChangeId,
+        started: &StartedChange,
         position: usize,
         ops: &mut Vec<Op>,
-    ) -> (Intent, Vec<usize>) {
+    ) -> Intent {
         let mut intent = Intent { objects: Vec::new() };
-        let mut kept = Vec::new();
+        // The undo objects in the slot belong to an earlier change, which is settled.
+        let mut left: UndoObjects = started.before.undo_objects(position).to_vec();
         for one in work.iter().filter(|one| one.place.is_none() || one.live[position].is_some()) {
             ops.extend(one.guards().iter().cloned());
             if !one.exists && one.was.is_none() {
@@ -289,14 +314,19 @@ impl Group {
             }
             let index = intent.objects.len();
             let undo = one.undo(self, position);
-            if undo.keeps_object() {
-                kept.push(index);
-            }
-            let (oid, keep) = (&one.oid, undo_object(change, index));
+            let (oid, keep) = (&one.oid, started.place.undo_object(index));
+            let is_used = undo.keeps_object() && left.contains(&index);
+            left.retain(|used| !(is_used && *used == index));
             if let Undo::Restore { saved, .. } = &undo {
-                ops.extend(copy_ranges(oid, &keep, saved));
+                if is_used {
+                    ops.push(Op::Truncate { oid: keep.clone(), size: 0 });
+                }
+                ops.extend(save_ranges(oid, started.place, index, saved));
             }
             if one.moved {
+                if is_used {
+                    ops.push(Op::Remove { oid: keep.clone() });
+                }
                 let (src, dst_collection) = (oid.clone(), self.cid.clone());
                 ops.push(Op::MoveRename { src, dst_collection, dst: keep });
             }
@@ -311,7 +341,8 @@ impl Group {
                 omap_ranges: one.omap_ranges.clone(),
             });
         }
-        (intent, kept)
+        ops.extend(left.into_iter().map(|index| Op::Remove { oid: started.place.undo_object(index) }));
+        intent
     }
 
     async fn commit(
@@ -320,20 +351,20 @@ impl Group {
         prepared: Prepared,
         work: &[ObjectEdit],
     ) -> store::Result<()> {
-        let Prepared { change, transactions, undo_objects, trims, dirty } = prepared;
+        let Prepared { started, transactions, undo_objects, dirty } = prepared;
+        let change = started.change;
         let outcome = self.judge(interval, self.send(transactions).await);
-        {
-            let mut intents = self.intents.borrow_mut();
-            // A later interval has its own intents, which reflect the outcome of this transaction.
-            if intents.interval() == interval.number {
-                match &outcome {
-                    Ok(()) => intents.committed(change, undo_objects, trims),
-                    Err(TransactionFailure::Nowhere(_)) => intents.refused_by_all(change, trims, &dirty),
-                    Err(TransactionFailure::Somewhere { is_refused, .. }) => {
-                        intents.left_undecided(change, trims, *is_refused);
-                    }
-                }
+        let ended = match &outcome {
+            Ok(()) => IntentOutcome::Committed,
+            Err(TransactionFailure::Nowhere(_)) => IntentOutcome::Refused,
+            Err(TransactionFailure::Somewhere { is_refused, .. }) => {
+                IntentOutcome::Undecided { is_refused: *is_refused }
             }
+        };
+        // A later interval has its own intents, which reflect the outcome of this transaction.
+        let is_current = self.intents.borrow().interval() == interval.number;
+        if is_current && !self.intents.borrow_mut().end(started, undo_objects, &dirty, ended) {
+            self.end_interval(interval);
         }
         let Err(failed) = outcome else { return Ok(()) };
         work.iter().flat_map(|one| one.place.as_ref()).for_each(ObjectPlace::forget);
@@ -424,12 +455,15 @@ fn apply(
     Ok(())
 }
 
-/// Appends the ops that remove the intents up to the change `through`, and their undo objects.
-fn trim_ops(intents: &Intents, position: usize, through: ChangeId, ops: &mut Vec<Op>) {
-    let keys = intents.done_through(through).map(|(change, _)| key_intent(change)).collect();
+/// Appends the ops that remove intents and undo objects from the slots that a change trims.
+fn trim_ops(started: &StartedChange, position: usize, ops: &mut Vec<Op>) {
+    if started.trims.is_empty() {
+        return;
+    }
+    let keys = started.trims.iter().map(|(place, _)| place.key()).collect();
     ops.push(Op::OmapRemove { oid: own_object(), keys });
-    for (change, kept) in intents.done_through(through) {
-        let kept = kept.get(position).into_iter().flatten();
-        ops.extend(kept.map(|index| Op::Remove { oid: undo_object(change, *index) }));
+    for (place, content) in &started.trims {
+        let indices = content.undo_objects(position).iter();
+        ops.extend(indices.map(|index| Op::Remove { oid: place.undo_object(*index) }));
     }
 }

@@ -6,7 +6,7 @@ use store::{ObjectId, Op, StoreCalls, StoreError, Transaction};
 
 use crate::group::Group;
 use crate::member_link::MemberLink;
-use crate::record::{ChangeId, Intent, Touched, Undo, key_intent, own_object, undo_object};
+use crate::record::{ChangeId, IntentPlace, StoredIntent, Touched, Undo, key_settled, own_object};
 use crate::view::MemberView;
 
 impl Group {
@@ -29,7 +29,7 @@ impl Group {
                 let Some(intent) = view.intents.get(&change) else { continue };
                 let target = view.link.target.uuid();
                 tracing::info!(cid = %self.cid, ?change, target_uuid = %target, "undoing a change that too few members have");
-                let undo = self.undo(view, change, intent, &peer.link).await?;
+                let undo = self.undo(view, intent, &peer.link).await?;
                 if base::mutant!(SkipUndo) {
                     continue;
                 }
@@ -45,27 +45,30 @@ impl Group {
     async fn undo(
         &self,
         view: &MemberView,
-        change: ChangeId,
-        intent: &Intent,
+        stored: &StoredIntent,
         peer: &MemberLink,
     ) -> store::Result<Transaction> {
         let mut ops = Vec::new();
-        for (index, touched) in intent.objects.iter().enumerate() {
-            self.undo_object(view, undo_object(change, index), touched, peer, &mut ops).await?;
+        for (index, touched) in stored.intent.objects.iter().enumerate() {
+            self.undo_object(view, (stored.place, index), touched, peer, &mut ops).await?;
         }
-        ops.push(Op::OmapRemove { oid: own_object(), keys: vec![key_intent(change)] });
+        let oid = own_object();
+        ops.push(Op::OmapRemove { oid: oid.clone(), keys: vec![stored.place.key()] });
+        // The intent may be the only one that says which changes are settled.
+        let settled = view.state.settled.encode().into();
+        ops.push(Op::OmapSet { oid, entries: vec![(key_settled(), settled)] });
         Ok(Transaction { collection: self.cid.clone(), ops, uses_reserve: true })
     }
 
     async fn undo_object(
         &self,
         view: &MemberView,
-        keep: ObjectId,
+        (place, index): (IntentPlace, usize),
         touched: &Touched,
         peer: &MemberLink,
         ops: &mut Vec<Op>,
     ) -> store::Result<()> {
-        let oid = &touched.oid;
+        let (oid, keep) = (&touched.oid, place.undo_object(index));
         match &touched.undo {
             Undo::Remove => {
                 ops.push(Op::Remove { oid: oid.clone() });
@@ -84,7 +87,7 @@ impl Group {
             Undo::Restore { size, saved } => {
                 // The saved ranges are whole blocks, so the last one may end beyond the old end of
                 // the fragment. The truncation corrects this.
-                ops.extend(copy_ranges(&keep, oid, saved));
+                ops.extend(restore_ranges(oid, place, index, saved));
                 ops.push(Op::Truncate { oid: oid.clone(), size: *size });
                 if touched.undo.keeps_object() {
                     ops.push(Op::Remove { oid: keep });
@@ -138,12 +141,35 @@ impl Group {
     }
 }
 
-/// Copies ranges of an object to the same offsets of another object.
-pub(crate) fn copy_ranges(from: &ObjectId, to: &ObjectId, ranges: &[(u64, u64)]) -> impl Iterator<Item = Op> {
-    ranges.iter().map(|&(at, len)| Op::CloneRange {
-        src: from.clone(),
-        dst: to.clone(),
+/// Copies ranges of an object to its undo object.
+pub(crate) fn save_ranges(
+    oid: &ObjectId,
+    place: IntentPlace,
+    index: usize,
+    ranges: &[(u64, u64)],
+) -> impl Iterator<Item = Op> {
+    let keep = place.undo_object(index);
+    place.saved_at(ranges).map(move |(at, kept_at, len)| Op::CloneRange {
+        src: oid.clone(),
+        dst: keep.clone(),
         src_offset: at,
+        len,
+        dst_offset: kept_at,
+    })
+}
+
+/// Copies the ranges of an undo object back to its object.
+fn restore_ranges(
+    oid: &ObjectId,
+    place: IntentPlace,
+    index: usize,
+    ranges: &[(u64, u64)],
+) -> impl Iterator<Item = Op> {
+    let keep = place.undo_object(index);
+    place.saved_at(ranges).map(move |(at, kept_at, len)| Op::CloneRange {
+        src: keep.clone(),
+        dst: oid.clone(),
+        src_offset: kept_at,
         len,
         dst_offset: at,
     })

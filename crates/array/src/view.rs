@@ -10,15 +10,64 @@ use crate::decision::MemberState;
 use crate::group::Group;
 use crate::member::Member;
 use crate::member_link::MemberLink;
-use crate::record::{ChangeId, GroupEntry, Intent, own_object};
+use crate::record::{ChangeId, GroupEntry, GroupRecord, IntentPlace, StoredIntent, own_object};
 
 /// The records that one target stores about a group.
 #[derive(Clone)]
 pub(crate) struct MemberView {
     pub(crate) link: MemberLink,
     pub(crate) state: MemberState,
-    pub(crate) intents: BTreeMap<ChangeId, Intent>,
+    /// The intents of changes that the member does not know to be settled.
+    pub(crate) intents: BTreeMap<ChangeId, StoredIntent>,
+    /// All other intents.
+    settled: Vec<StoredIntent>,
     pub(crate) dirty: BTreeSet<ObjectId>,
+}
+
+/// The entries in which a target stores records about a group, decoded.
+#[derive(Default)]
+pub(crate) struct StoredRecords {
+    pub(crate) record: Option<GroupRecord>,
+    pub(crate) proposal: Option<GroupRecord>,
+    /// A change up to which all changes are settled.
+    pub(crate) settled: ChangeId,
+    /// The intents of later changes.
+    pub(crate) intents: BTreeMap<ChangeId, StoredIntent>,
+    /// The intents of settled changes.
+    pub(crate) settled_intents: Vec<StoredIntent>,
+    pub(crate) dirty: BTreeSet<ObjectId>,
+}
+
+impl StoredRecords {
+    /// Decodes omap entries.
+    ///
+    /// # Errors
+    /// [`StoreError::Corrupt`] if an entry is invalid.
+    pub(crate) fn decode(entries: &[(Bytes, Bytes)]) -> store::Result<StoredRecords> {
+        let mut found = StoredRecords::default();
+        for (key, value) in entries {
+            match GroupEntry::decode(key, value)? {
+                GroupEntry::Record(record) => found.record = Some(record),
+                GroupEntry::Proposal(proposal) => found.proposal = Some(proposal),
+                GroupEntry::Settled(through) => found.settled = found.settled.max(through),
+                GroupEntry::Intent(intent) => {
+                    found.settled = found.settled.max(intent.settled);
+                    found.intents.insert(intent.change, intent);
+                }
+                GroupEntry::Dirty(oid) => drop(found.dirty.insert(oid)),
+            }
+        }
+        let mut later = found.intents.split_off(&found.settled);
+        let last_settled = later.remove(&found.settled);
+        let settled = std::mem::replace(&mut found.intents, later);
+        found.settled_intents = settled.into_values().chain(last_settled).collect();
+        Ok(found)
+    }
+
+    /// The last change that the member certainly has.
+    pub(crate) fn last(&self) -> ChangeId {
+        self.intents.last_key_value().map_or(self.settled, |(last, _)| *last)
+    }
 }
 
 /// Result of looking for a group on a target.
@@ -52,6 +101,16 @@ impl MemberView {
     pub(crate) fn heard(&self) -> u64 {
         self.state.heard()
     }
+
+    /// All intents that the target stores.
+    pub(crate) fn stored_intents(&self) -> impl Iterator<Item = &StoredIntent> {
+        self.settled.iter().chain(self.intents.values())
+    }
+
+    /// The intent in a place.
+    pub(crate) fn in_place(&self, place: IntentPlace) -> Option<&StoredIntent> {
+        self.stored_intents().find(|intent| intent.place == place)
+    }
 }
 
 impl Group {
@@ -77,22 +136,12 @@ impl Group {
         // outcome.
         let settle = store.queue_transaction_in(link.incarnation, Transaction::new(self.cid.clone()));
         self.calls.answer(link, settle).await?;
-        let (mut record, mut proposal, mut trimmed) = (None, None, ChangeId::default());
-        let (mut intents, mut dirty) = (BTreeMap::new(), BTreeSet::new());
-        for (key, value) in self.calls.all_entries(link, &own_object(), &Bytes::new(), None).await? {
-            match GroupEntry::decode(&key, &value)? {
-                GroupEntry::Record(found) => record = Some(found),
-                GroupEntry::Proposal(found) => proposal = Some(found),
-                GroupEntry::Trimmed(through) => trimmed = through,
-                GroupEntry::Intent(change, intent) => drop(intents.insert(change, intent)),
-                GroupEntry::Dirty(oid) => {
-                    dirty.insert(oid);
-                }
-            }
-        }
+        let entries = self.calls.all_entries(link, &own_object(), &Bytes::new(), None).await?;
+        let StoredRecords { record, proposal, settled, intents, settled_intents, dirty } =
+            StoredRecords::decode(&entries)?;
         let record = record.ok_or_else(|| StoreError::NoSuchObject(own_object().to_string()))?;
         let (target, changes) = (link.target.uuid(), intents.keys().copied().collect());
-        let state = MemberState { target, record, proposal, trimmed, changes };
-        Ok(MemberView { link: link.clone(), state, intents, dirty })
+        let state = MemberState { target, record, proposal, settled, changes };
+        Ok(MemberView { link: link.clone(), state, intents, settled: settled_intents, dirty })
     }
 }
