@@ -14,8 +14,8 @@ use base::block::BLOCK_SIZE;
 use bytes::{Bytes, BytesMut};
 
 use super::alloc::{Allocator, Purse};
+use super::changes::Changes;
 use super::extent::{Extent, push_block};
-use super::index::Changes;
 use super::log::Record;
 use super::need::Need;
 use super::records::{MapLeaf, Onode, RefPage, decode_oid, key};
@@ -84,6 +84,18 @@ pub(crate) struct TransactionEffect {
     pub(crate) collections: Vec<(CollectionId, Option<u64>)>,
 }
 
+/// An onode that a transaction has looked up; `None` if the object does not exist.
+struct KnownOnode {
+    onode: Option<Onode>,
+    is_changed: bool,
+}
+
+impl KnownOnode {
+    fn changed(onode: Option<Onode>) -> KnownOnode {
+        KnownOnode { onode, is_changed: true }
+    }
+}
+
 /// An object that a transaction has looked up.
 struct Owner {
     /// Key of the object's onode.
@@ -100,7 +112,8 @@ pub(crate) struct Apply<'a> {
     purse: Purse,
     puts: Changes,
     put_bytes: usize,
-    onodes: BTreeMap<Bytes, Option<Onode>>,
+    /// The onodes that the transaction has looked up, by their keys.
+    onodes: BTreeMap<Bytes, KnownOnode>,
     /// Leaves by object number and leaf number, and whether they were changed.
     leaves: BTreeMap<(u64, u64), (Box<MapLeaf>, bool)>,
     /// The objects that the transaction has looked up, by object number.
@@ -207,22 +220,24 @@ impl<'a> Apply<'a> {
             Op::Remove { oid } => {
                 let (key, onode) = self.existing(cid, oid)?;
                 self.drop_content(&onode)?;
-                self.onodes.insert(key, None);
+                self.onodes.insert(key, KnownOnode::changed(None));
                 Ok(())
             }
-            Op::SetXattrs { oid, xattrs } => self.change(cid, oid, |_, o| {
-                o.xattrs.extend(xattrs.iter().cloned());
-                let size: usize = o.xattrs.iter().map(|(k, v)| k.len() + v.len()).sum();
-                too_large("size in bytes of all xattrs of an object", size, MAX_XATTRS)
+            Op::SetXattrs { oid, xattrs } => self.change_xattrs(cid, oid, |all| {
+                let mut is_changed = false;
+                for (name, value) in xattrs {
+                    is_changed |= all.insert(name.clone(), value.clone()).as_ref() != Some(value);
+                }
+                let size: usize = all.iter().map(|(k, v)| k.len() + v.len()).sum();
+                too_large("size in bytes of all xattrs of an object", size, MAX_XATTRS)?;
+                Ok(is_changed)
             }),
-            Op::RemoveXattr { oid, name } => self.change(cid, oid, |_, o| {
-                o.xattrs.remove(name);
-                Ok(())
-            }),
-            Op::RemoveXattrs { oid } => self.change(cid, oid, |_, o| {
-                o.xattrs.clear();
-                Ok(())
-            }),
+            Op::RemoveXattr { oid, name } => {
+                self.change_xattrs(cid, oid, |all| Ok(all.remove(name).is_some()))
+            }
+            Op::RemoveXattrs { oid } => {
+                self.change_xattrs(cid, oid, |all| Ok(!std::mem::take(all).is_empty()))
+            }
             Op::OmapSet { oid, entries } => self.change(cid, oid, |this, o| {
                 o.has_omap = true;
                 entries.iter().try_for_each(|(k, v)| this.put(key::omap(o.nid, k), Some(v.clone())))
@@ -254,13 +269,14 @@ impl<'a> Apply<'a> {
                 self.must_not_exist(dst_collection, dst)?;
                 let to = key::onode(self.collection(dst_collection)?, dst.as_bytes());
                 self.moved(onode.nid, &to);
-                self.onodes.insert(from, None);
-                self.onodes.insert(to, Some(onode));
+                self.onodes.insert(from, KnownOnode::changed(None));
+                self.onodes.insert(to, KnownOnode::changed(Some(onode)));
                 Ok(())
             }
             Op::GuardXattr { oid, name, value } => {
-                let (_, onode) = self.find(cid, oid)?;
-                let found = onode.as_ref().and_then(|onode| onode.xattrs.get(name));
+                let key = self.look_up(cid, oid)?;
+                let onode = self.onodes.get(&key).and_then(|known| known.onode.as_ref());
+                let found = onode.and_then(|onode| onode.xattrs.get(name));
                 Ok(check_guard(found, value.as_ref(), || guarded("xattr", name, oid))?)
             }
             Op::GuardOmap { oid, key, value } => {
@@ -343,16 +359,24 @@ impl<'a> Apply<'a> {
         entries.into_iter().try_for_each(|(key, _)| self.put(key, None))
     }
 
-    fn find(&mut self, cid: &CollectionId, oid: &ObjectId) -> ApplyResult<(Bytes, Option<Onode>)> {
+    /// Looks up an object, so that `onodes` has its onode. Returns the onode's key.
+    fn look_up(&mut self, cid: &CollectionId, oid: &ObjectId) -> ApplyResult<Bytes> {
         let key = key::onode(self.collection(cid)?, oid.as_bytes());
-        if let Some(onode) = self.onodes.get(&key) {
-            return Ok((key, onode.clone()));
+        if self.onodes.contains_key(&key) {
+            return Ok(key);
         }
         let onode = self.get(&key)?.map(|bytes| Onode::decode(&bytes)).transpose()?;
         if let Some(onode) = &onode {
             let found = Owner { key: key.clone(), has_leaf_key: onode.leaf.is_empty() && onode.blocks > 0 };
             self.owners.entry(onode.nid).or_insert(found);
         }
+        self.onodes.insert(key.clone(), KnownOnode { onode, is_changed: false });
+        Ok(key)
+    }
+
+    fn find(&mut self, cid: &CollectionId, oid: &ObjectId) -> ApplyResult<(Bytes, Option<Onode>)> {
+        let key = self.look_up(cid, oid)?;
+        let onode = self.onodes.get(&key).and_then(|known| known.onode.clone());
         Ok((key, onode))
     }
 
@@ -382,30 +406,58 @@ impl<'a> Apply<'a> {
         }
     }
 
-    /// Changes an object. Creates the object first if it does not exist.
+    /// Changes an object, except its xattrs. Creates the object first if it does not exist.
     fn change(
         &mut self,
         cid: &CollectionId,
         oid: &ObjectId,
         f: impl FnOnce(&mut Self, &mut Onode) -> ApplyResult,
     ) -> ApplyResult {
-        let (key, found) = self.find(cid, oid)?;
-        let old = found.clone();
+        self.change_with(cid, oid, |this, onode| {
+            let before = (onode.size, onode.blocks, onode.has_omap, onode.omap_header.clone());
+            f(this, onode)?;
+            Ok(before != (onode.size, onode.blocks, onode.has_omap, onode.omap_header.clone()))
+        })
+    }
+
+    /// Changes the xattrs of an object. Creates the object first if it does not exist. `f` returns
+    /// whether the xattrs have changed.
+    fn change_xattrs(
+        &mut self,
+        cid: &CollectionId,
+        oid: &ObjectId,
+        f: impl FnOnce(&mut BTreeMap<Bytes, Bytes>) -> ApplyResult<bool>,
+    ) -> ApplyResult {
+        self.change_with(cid, oid, |_, onode| f(&mut onode.xattrs))
+    }
+
+    fn change_with(
+        &mut self,
+        cid: &CollectionId,
+        oid: &ObjectId,
+        f: impl FnOnce(&mut Self, &mut Onode) -> ApplyResult<bool>,
+    ) -> ApplyResult {
+        let key = self.look_up(cid, oid)?;
+        let known = self.onodes.get_mut(&key).map(|known| (known.onode.take(), known.is_changed));
+        let (found, was_changed) = known.unwrap_or_default();
+        let is_new = found.is_none();
         let mut onode = found.unwrap_or_else(|| Onode { nid: self.new_nid(), ..Onode::default() });
-        if old.is_none() {
+        if is_new {
             self.created(&key, onode.nid);
         }
-        f(self, &mut onode)?;
-        if old.as_ref() != Some(&onode) {
-            self.onodes.insert(key, Some(onode));
+        let is_changed = f(self, &mut onode)? || is_new || was_changed;
+        if let Some(known) = self.onodes.get_mut(&key) {
+            *known = KnownOnode { onode: Some(onode), is_changed };
         }
         Ok(())
     }
 
     /// Moves the onodes that were changed so far into `puts`, so that scans see them.
     fn store_onodes(&mut self) -> ApplyResult {
-        for (key, onode) in std::mem::take(&mut self.onodes) {
-            self.put(key, onode.map(|o| o.encode()))?;
+        for (key, known) in std::mem::take(&mut self.onodes) {
+            if known.is_changed {
+                self.put(key, known.onode.map(|onode| onode.encode()))?;
+            }
         }
         Ok(())
     }
@@ -439,6 +491,8 @@ impl<'a> Apply<'a> {
             self.put(key, None)?;
             self.put(moved, Some(value))?;
         }
+        // These onodes are unchanged, but `puts` has newer ones.
+        self.onodes.clear();
         Ok(())
     }
 }

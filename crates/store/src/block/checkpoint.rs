@@ -7,8 +7,9 @@ use std::sync::Arc;
 use base::block::BLOCK;
 use bytes::Bytes;
 
+use super::changes::Changes;
 use super::drive::Drive;
-use super::index::{Changes, Index};
+use super::index::Index;
 use super::records::{Meta, key};
 use super::superblock::Superblock;
 use super::usage::IndexSpace;

@@ -11,9 +11,9 @@ use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
 use super::bitmap::Bitmap;
+use super::changes::Changes;
 use super::drive::{Drive, FileDrive};
 use super::extent::Extent;
-use super::index::Changes;
 use super::records::{LEAF_BLOCKS, MapLeaf, Onode, REF_BLOCKS, RefPage, decode_collection, decode_oid, key};
 use super::recovery::{Recovered, RecoveryMode, recover};
 use crate::{ObjectId, Result, StoreError};

@@ -4,7 +4,6 @@
 //! operation, so the store reopens the database. Then only operations that read a damaged page
 //! fail. After a failed write, the database cannot be reopened, and the target must be remounted.
 
-use std::collections::BTreeMap;
 use std::io;
 use std::panic::AssertUnwindSafe;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,6 +13,7 @@ use base::thread::{ThreadClass, for_each_in_parallel};
 use bytes::Bytes;
 use redb::{Builder, Database, ReadableDatabase, StorageBackend, TableDefinition};
 
+use super::changes::Changes;
 use super::checkpoint::CheckpointPart;
 use super::drive::DriveCalls;
 use super::records::{Meta, corrupt, key};
@@ -30,9 +30,6 @@ pub(crate) struct EntryBatch {
     /// The key at which to continue the scan, if entries remain.
     pub(crate) resume: Option<Bytes>,
 }
-
-/// Changes of the index: keys with their new values. `None` removes the key.
-pub(crate) type Changes = BTreeMap<Bytes, Option<Bytes>>;
 
 #[cfg(test)]
 std::thread_local! {
@@ -271,7 +268,7 @@ impl Index {
         // A commit must leave room for the next one, which needs some pages before the pages that
         // this commit replaces are free.
         if count <= space.keys_in(space.free / 4 * 3).max(STEP) && !always_in_steps() {
-            let all: Vec<EntryChange<'_>> = changes.iter().chain(last).collect();
+            let all: Vec<EntryChange<'_>> = changes.iter().chain(last.iter()).collect();
             match self.commit(&all, Some(meta), whole) {
                 Err(StoreError::NoSpace { .. }) => {}
                 result => return result,

@@ -122,7 +122,7 @@ fn objects_keep_their_leaves_when_a_transaction_changes_their_names() {
 fn make_earlier(drive: &Arc<RecordedDrive>) {
     let shared: Arc<dyn Drive> = drive.clone();
     let mut recovered = recover(&shared, 1 << 20, RecoveryMode::Check).unwrap();
-    let mut moved = super::index::Changes::new();
+    let mut moved = super::changes::Changes::new();
     let move_out = |name, value: bytes::Bytes| {
         let onode = Onode::decode(&value)?;
         let leaf = (!onode.leaf.is_empty()).then(|| onode.leaf.clone());

@@ -5,8 +5,9 @@ use std::sync::Arc;
 use bytes::Bytes;
 use futures::channel::oneshot;
 
+use super::changes::Changes;
 use super::checkpoint::{Checkpoint, CheckpointOutcome};
-use super::index::{Changes, EntryBatch, Index};
+use super::index::{EntryBatch, Index};
 use super::io::{IoDone, IoRequest};
 use super::need::Need;
 use crate::{Result, StageId, StoreError, StoreReply, StoreRequest};

@@ -23,6 +23,7 @@ mod batch;
 mod bitmap;
 mod cache;
 mod calls;
+mod changes;
 mod checkpoint;
 #[cfg(test)]
 mod checkpoint_test;

@@ -7,10 +7,11 @@ use bytes::Bytes;
 use uuid::Uuid;
 
 use super::bitmap::Bitmap;
+use super::changes::Changes;
 use super::checkpoint::{Checkpoint, CheckpointPart, Deferred};
 use super::drive::{Drive, read_stable};
 use super::extent::Extent;
-use super::index::{Changes, Index};
+use super::index::Index;
 use super::log::{self, GROUP_SECTORS, Record};
 use super::records::{MapLeaf, Meta, Onode, corrupt, key};
 use super::region::{GROWTH, IndexRegion};

@@ -5,14 +5,15 @@
 //! [`Need`]. The caller loads the value and calls the method again.
 
 use std::cell::RefCell;
-use std::collections::btree_map::{BTreeMap, Entry};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use base::collections::HashMap;
 use bytes::Bytes;
 
 use super::cache::ValueCache;
-use super::index::{Changes, EntryBatch};
+use super::changes::Changes;
+use super::index::EntryBatch;
 use super::need::Need;
 use super::presence::{Presence, ScanPace, is_onode};
 use super::records::key;
@@ -50,10 +51,9 @@ impl KeyRange {
             newest
         };
         for (key, value) in from {
-            match self.entries.entry(key) {
-                Entry::Vacant(free) => drop(free.insert(value)),
-                Entry::Occupied(mut known) if moved_is_newest => drop(known.insert(value)),
-                Entry::Occupied(_) => {}
+            match moved_is_newest {
+                true => drop(self.entries.insert(key, value)),
+                false => self.entries.insert_if_absent(key, value),
             }
         }
     }
@@ -123,7 +123,7 @@ pub(crate) struct ChangesSize {
 
 impl ChangesSize {
     /// Memory of a change in addition to the bytes of its key and its value.
-    const ENTRY: usize = 64;
+    const ENTRY: usize = 80;
 
     fn memory(key_len: usize, value: Option<&Bytes>) -> usize {
         key_len + value.map_or(0, Bytes::len) + ChangesSize::ENTRY
@@ -193,7 +193,7 @@ impl IndexView {
             return false;
         }
         let layers = std::iter::once(&self.active).chain(self.frozen.as_deref());
-        for (key, value) in layers.flatten() {
+        for (key, value) in layers.flat_map(Changes::iter) {
             if is_onode(key) && value.is_some() {
                 self.presence.insert(key);
             }

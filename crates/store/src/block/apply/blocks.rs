@@ -5,7 +5,7 @@ use std::collections::btree_map::Entry;
 use base::block::{self, BLOCK, BLOCK_SIZE};
 use bytes::{Bytes, BytesMut};
 
-use super::{Apply, ApplyResult, Stop, padded};
+use super::{Apply, ApplyResult, KnownOnode, Stop, padded};
 use crate::block::extent::{Extent, total};
 use crate::block::need::Need;
 use crate::block::records::{
@@ -99,16 +99,17 @@ impl Apply<'_> {
                 }
             }
             let leaf = inline.unwrap_or_default();
-            match self.onodes.get_mut(&owner.key) {
+            if let Some(known) = self.onodes.get_mut(&owner.key) {
                 // Another object may have taken the key.
-                Some(Some(onode)) if onode.nid == nid => onode.leaf = leaf,
-                Some(_) => {}
-                None => {
-                    let stored = self.get(&owner.key)?.map(|bytes| Onode::decode(&bytes)).transpose()?;
-                    if let Some(onode) = stored.filter(|onode| onode.nid == nid) {
-                        self.onodes.insert(owner.key, Some(Onode { leaf, ..onode }));
-                    }
+                if let Some(onode) = known.onode.as_mut().filter(|onode| onode.nid == nid) {
+                    known.is_changed |= onode.leaf != leaf;
+                    onode.leaf = leaf;
                 }
+                continue;
+            }
+            let stored = self.get(&owner.key)?.map(|bytes| Onode::decode(&bytes)).transpose()?;
+            if let Some(onode) = stored.filter(|onode| onode.nid == nid) {
+                self.onodes.insert(owner.key, KnownOnode::changed(Some(Onode { leaf, ..onode })));
             }
         }
         Ok(())

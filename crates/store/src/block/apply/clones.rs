@@ -3,7 +3,7 @@
 use base::block::{self, BLOCK, BLOCK_SIZE, Payload};
 use bytes::Bytes;
 
-use super::{Apply, ApplyResult};
+use super::{Apply, ApplyResult, KnownOnode};
 use crate::block::records::{BlockRef, LEAF_BLOCKS, MapLeaf, Onode, key};
 use crate::{CollectionId, ObjectId};
 
@@ -58,7 +58,7 @@ impl Apply<'_> {
         if let Some(old) = old {
             self.drop_content(&old)?;
         }
-        self.onodes.insert(key, Some(copy));
+        self.onodes.insert(key, KnownOnode::changed(Some(copy)));
         Ok(())
     }
 
