@@ -142,7 +142,7 @@ fn repair_damaged(group: &Rc<Group>) {
 
 /// Starts a task that removes the undo objects of finished transactions, if they take much space.
 fn trim_if_large(group: &Rc<Group>) {
-    if !group.should_trim() {
+    if !group.is_trim_due.take() {
         return;
     }
     let group = Rc::clone(group);
@@ -155,7 +155,7 @@ fn trim_if_large(group: &Rc<Group>) {
 
 /// Removes the remaining undo objects after `TRIM_IDLE` without a new transaction.
 fn trim_when_idle(group: &Rc<Group>) {
-    if group.trim_scheduled.replace(true) {
+    if !group.idle_trim.claim() {
         return;
     }
     let group = Rc::downgrade(group);
@@ -166,7 +166,7 @@ fn trim_when_idle(group: &Rc<Group>) {
             let Some(group) = group.upgrade() else { return };
             let next = group.intents.borrow().sequence().next();
             if seen.replace(next) == Some(next) {
-                group.trim_scheduled.set(false);
+                group.idle_trim.release();
                 if let Err(e) = group.trim().await {
                     tracing::debug!(error = %e, "cannot remove undo objects now; a later transaction removes them");
                 }

@@ -498,14 +498,14 @@ async fn a_rebuild_ends_although_the_owners_metadata_object_changes() {
         let (pace, progress) = (Pace::new(0, 1), RefCell::default());
         let change = async {
             let begun = async {
-                while group.rebuilding.borrow().is_none() {
+                while !group.rebuilds.is_running() {
                     tokio::time::sleep(Duration::from_millis(1)).await;
                 }
             };
             tokio::time::timeout(Duration::from_secs(20), begun).await.unwrap();
             let touch = Op::Touch { oid: id("meta".into()) };
             array.queue_transaction(Transaction::new(cid.clone()).with(touch)).await.unwrap();
-            assert!(group.rebuilding.borrow().is_some(), "the change precedes the end of the rebuild");
+            assert!(group.rebuilds.is_running(), "the change precedes the end of the rebuild");
             stores[0].held.send_replace(false);
         };
         let (rebuilt, ()) = tokio::join!(group.rebuild(1, &pace, &progress), change);

@@ -219,9 +219,9 @@ impl Group {
                 let target = self.targets.iter().find(|t| t.uuid() == interval.target(position))?;
                 Some((standing(position), target))
             })
-            .filter(|(_, t)| !t.is_out() && !self.cannot_rebuild.borrow().contains(&t.uuid()))
+            .filter(|(_, t)| !t.is_out() && !self.receivers.has_failed(&t.uuid()))
             .collect();
-        let has_changed = self.intents.borrow().dirty().contains(oid);
+        let has_changed = self.intents.borrow().dirty().oids().contains(oid);
         let may_have_it = |standing: &Standing| matches!(standing, Standing::Stale { .. }) && !has_changed;
         let helps = |standing: &Standing| may_recover || may_have_it(standing);
         let soon = awaited.iter().find(|(s, t)| helps(s) && (t.is_usable() || t.is_hopeful()));

@@ -96,7 +96,7 @@ impl Group {
         match outcome.await {
             Err(e) if is_refusal(&e) => {
                 tracing::warn!(cid = %self.cid, target_uuid = %target, error = %e, "a member cannot receive the changes that it lacks; it will be rebuilt");
-                self.cannot_catch_up.borrow_mut().insert(target);
+                self.receivers.refuses(target);
                 Err(over(sources.number))
             }
             outcome => {

@@ -37,7 +37,7 @@ impl Group {
             views.iter().find(|view| view.state.target == member.target && view.state.knows(&record))
         };
         let members = record.members.iter().enumerate();
-        let can_take_part = |member: &&MemberRecord| !self.no_room.borrow().contains(&member.target);
+        let can_take_part = |member: &&MemberRecord| !self.receivers.is_full(&member.target);
         let members: Vec<PlacedView<'_>> = members
             .filter(|(_, member)| can_take_part(member))
             .filter_map(|(position, member)| Some((position, view_of(member)?)))
@@ -54,7 +54,7 @@ impl Group {
         let mut record = self.blank_record();
         if record.members.len() < needed {
             // A member without objects needs little space.
-            self.no_room.borrow_mut().clear();
+            self.receivers.reconsider_full();
             record = self.blank_record();
         }
         let there = record.members.len();
@@ -105,7 +105,7 @@ impl Group {
     fn without(&self, link: &MemberLink, e: StoreError) -> StoreError {
         if matches!(e, StoreError::NoSpace { .. } | StoreError::Corrupt { .. }) {
             tracing::warn!(cid = %self.cid, target_uuid = %link.target.uuid(), error = %e, "the next attempt to begin without objects leaves out this target");
-            self.no_room.borrow_mut().insert(link.target.uuid());
+            self.receivers.fills(link.target.uuid());
             return StoreError::Disconnected(e.to_string());
         }
         e

@@ -2,10 +2,9 @@
 //!
 //! Other modules implement the operations of the group. State that follows rules of its own has its
 //! own type: [`Calls`], [`Intervals`], [`Intents`], [`Terms`], [`Objects`], [`Stages`],
-//! [`Damaged`].
+//! [`Damaged`], [`Receivers`], [`RebuildInProgress`], [`Obstacle`].
 
 use std::cell::{Cell, RefCell};
-use std::collections::BTreeSet;
 use std::rc::Rc;
 use std::time::Duration;
 
@@ -13,7 +12,7 @@ use base::clock::WallClock;
 use base::pool::BufferPool;
 use bytes::Bytes;
 use store::{CollectionId, ObjectId};
-use tokio::sync::RwLock;
+use tokio::sync::{Notify, RwLock};
 use uuid::Uuid;
 use wire::Redundancy;
 
@@ -27,8 +26,12 @@ use crate::layout::StripeLayout;
 use crate::member::Member;
 use crate::member_link::MemberLink;
 use crate::objects::Objects;
-use crate::rebuilding::Rebuilding;
+use crate::obstacle::Obstacle;
+use crate::read::CopyTurns;
+use crate::rebuilding::RebuildInProgress;
+use crate::receivers::Receivers;
 use crate::stage::Stages;
+use crate::task::TaskFlag;
 use crate::terms::Terms;
 use crate::witness::Witness;
 use crate::word::OperatorsWord;
@@ -100,12 +103,7 @@ pub struct Group {
     pub(crate) terms: Terms,
     pub(crate) word: OperatorsWord,
     pub(crate) dirty_max: usize,
-    /// If true, the next interval discards all dirty notes. Stale members, which need the notes,
-    /// become blank.
-    pub(crate) drops_notes: Cell<bool>,
-    /// Targets that had too little free space for the rebuild of a member. The group prefers other
-    /// targets as replacements.
-    pub(crate) no_room: RefCell<BTreeSet<Uuid>>,
+    pub(crate) receivers: Receivers,
     /// Each transaction holds this lock for reading while it runs. The group holds the lock for
     /// writing during steps that must not overlap transactions, for example the admission of a
     /// member.
@@ -114,24 +112,18 @@ pub struct Group {
     /// because copies of the last interval may still be in progress.
     pub(crate) copies: RwLock<()>,
     pub(crate) intents: RefCell<Intents>,
+    /// Notified when a change ends, and when the intents are replaced.
+    pub(crate) change_ended: Notify,
     pub(crate) objects: Objects,
     pub(crate) stages: Stages,
     pub(crate) damaged: Damaged,
-    pub(crate) rebuilding: RefCell<Option<Rebuilding>>,
-    /// The targets that the group waits for, because its last decision has failed; `None` before the
-    /// first decision.
-    pub(crate) waits_for: RefCell<Option<Vec<Uuid>>>,
-    /// Whether the last decision has failed, and too few available targets have objects of the group.
-    pub(crate) lacks_objects: Cell<bool>,
-    /// Targets that could not receive the changes that they lacked at the beginning of an interval.
-    pub(crate) cannot_catch_up: RefCell<BTreeSet<Uuid>>,
-    /// Targets whose last rebuild has failed although its interval had not ended.
-    pub(crate) cannot_rebuild: RefCell<BTreeSet<Uuid>>,
-    /// Position at which the search for a member to rebuild starts.
-    pub(crate) rebuild_next: Cell<usize>,
-    pub(crate) trim_scheduled: Cell<bool>,
-    /// Number of reads of mirrored objects so far. This number selects the copy for the next read.
-    pub(crate) copies_read: Cell<usize>,
+    pub(crate) rebuilds: RebuildInProgress,
+    pub(crate) obstacle: Obstacle,
+    /// Whether the slots must be trimmed, because the undo objects take much space.
+    pub(crate) is_trim_due: Cell<bool>,
+    /// The task that trims the slots when the group is idle.
+    pub(crate) idle_trim: TaskFlag,
+    pub(crate) copy_turns: CopyTurns,
 }
 
 impl Group {
@@ -159,22 +151,19 @@ impl Group {
             word: OperatorsWord::new(options.is_forgotten, options.has_left),
             terms: Terms::new(options.clock, options.witness, options.place),
             dirty_max: options.dirty_max,
-            drops_notes: Cell::new(false),
-            no_room: RefCell::default(),
+            receivers: Receivers::default(),
             gate: RwLock::default(),
             copies: RwLock::default(),
             intents: RefCell::default(),
+            change_ended: Notify::default(),
             objects: Objects::default(),
             stages: Stages::default(),
             damaged: Damaged::default(),
-            rebuilding: RefCell::default(),
-            waits_for: RefCell::default(),
-            lacks_objects: Cell::new(false),
-            cannot_catch_up: RefCell::default(),
-            cannot_rebuild: RefCell::default(),
-            rebuild_next: Cell::new(0),
-            trim_scheduled: Cell::new(false),
-            copies_read: Cell::new(0),
+            rebuilds: RebuildInProgress::default(),
+            obstacle: Obstacle::default(),
+            is_trim_due: Cell::new(false),
+            idle_trim: TaskFlag::default(),
+            copy_turns: CopyTurns::default(),
         })
     }
 
@@ -224,12 +213,12 @@ impl Group {
     /// Returns true if the group has any dirty note, because an object changed while a member was
     /// unavailable.
     pub fn has_notes(&self) -> bool {
-        !self.intents.borrow().dirty().is_empty()
+        !self.intents.borrow().dirty().oids().is_empty()
     }
 
     /// Total length in bytes of the ids of all objects with dirty notes.
     pub fn notes_bytes(&self) -> u64 {
-        self.intents.borrow().dirty().iter().map(|oid| oid.as_bytes().len() as u64).sum()
+        self.intents.borrow().dirty().bytes()
     }
 
     /// Fails if the interval has ended.
@@ -250,25 +239,14 @@ impl Group {
     /// Returns the member at a position if it receives transactions: it is in sync or being
     /// rebuilt.
     pub(crate) fn takes_part(&self, interval: &Interval, position: usize) -> Option<MemberLink> {
-        interval.links[position].clone().or_else(|| self.rebuilt_at(interval, position, |_| true))
+        interval.links[position].clone().or_else(|| self.rebuilds.member(interval.number, position, None))
     }
 
     /// Returns the member at a position if it has the current state of the object. The member is
     /// either in sync, or its rebuild has already copied the object.
     pub(crate) fn live(&self, interval: &Interval, position: usize, oid: &ObjectId) -> Option<MemberLink> {
-        interval.links[position].clone().or_else(|| self.rebuilt_at(interval, position, |r| !r.lacks(oid)))
-    }
-
-    fn rebuilt_at(
-        &self,
-        interval: &Interval,
-        position: usize,
-        which: impl FnOnce(&Rebuilding) -> bool,
-    ) -> Option<MemberLink> {
-        let rebuilding = self.rebuilding.borrow();
-        let one = rebuilding.as_ref();
-        let one = one.filter(|r| r.position == position && r.interval == interval.number)?;
-        which(one).then(|| one.link.clone())
+        let rebuilt = || self.rebuilds.member(interval.number, position, Some(oid));
+        interval.links[position].clone().or_else(rebuilt)
     }
 
     /// Returns the result of [`Group::live`] for each position.

@@ -21,10 +21,12 @@
 //!   the members in sync, `undo` rolls back transactions that only some members have, `removal`
 //!   deletes the data of former members. `create` creates a group.
 //! - `group`: the state of a group. `interval`: a period in which the same members take part in
-//!   transactions. `intents`: transactions in progress, their numbers (`sequence`), and the undo
-//!   objects of earlier ones (`slots`). `terms`: the numbers (*terms*) of the membership records. `rebuilding`: a member that is being rebuilt. `objects`: the order of the
-//!   requests on each object, and its size. `stage`: staged data. `damaged`: fragments to repair.
-//!   `calls`: calls on members and timeouts.
+//!   transactions. `objects`: the order of the requests on each object, and its size. `intents`:
+//!   transactions in progress, with their numbers (`sequence`), the undo objects of earlier ones
+//!   (`slots`) and the dirty notes (`dirty`); `answers`: the outcome of one transaction. `terms`: the
+//!   numbers (*terms*) of the membership records. `rebuilding`: a member that is being rebuilt.
+//!   `receivers`: targets that could not receive objects. `obstacle`: why no interval can begin.
+//!   `stage`: staged data. `damaged`: fragments to repair. `calls`: calls on members and timeouts.
 //! - `overlay` computes the change of an object, `rows` the affected rows of its stripes, `split`
 //!   and `parity` the changes of its fragments. `layout` maps bytes to fragments. `coder` computes
 //!   parity. `coding` chooses where parity is computed.
@@ -53,6 +55,7 @@
 #![forbid(unsafe_code)]
 #![cfg_attr(not(test), deny(clippy::disallowed_methods, clippy::disallowed_types))]
 
+mod answers;
 mod array;
 #[cfg(test)]
 mod array_test;
@@ -69,6 +72,7 @@ mod decision;
 mod decision_model_test;
 #[cfg(test)]
 mod decision_test;
+mod dirty;
 mod empty;
 mod group;
 mod intents;
@@ -78,6 +82,7 @@ mod member;
 mod member_link;
 mod members;
 mod objects;
+mod obstacle;
 mod open;
 mod overlay;
 mod pace;
@@ -88,6 +93,7 @@ mod probe;
 mod read;
 mod rebuild;
 mod rebuilding;
+mod receivers;
 mod record;
 mod removal;
 mod repair;

@@ -51,10 +51,9 @@ impl Group {
             return Err(NotDecided { waits_for: Vec::new(), error });
         }
         // A member that could not receive the changes that it lacks is rebuilt instead.
-        let cannot_catch_up = self.cannot_catch_up.borrow();
         for (verdict, member) in decision.verdicts.iter_mut().zip(&decision.record.members) {
             let lacks_any = matches!(verdict, MemberVerdict::Continues { lacks } if !lacks.is_empty());
-            if lacks_any && cannot_catch_up.contains(&member.target) {
+            if lacks_any && self.receivers.is_unable(&member.target) {
                 *verdict = MemberVerdict::Missing;
             }
         }
@@ -67,11 +66,12 @@ impl Group {
         if salvage.record.members.len() != self.layout.fragments() {
             return None;
         }
-        let is_unable = |position: &&usize| !self.can_receive(&salvage.record.members[**position].target);
+        let is_unable =
+            |position: &&usize| self.receivers.is_unable(&salvage.record.members[**position].target);
         let unable = salvage.stale.iter().filter(is_unable).count();
         if salvage.in_sync.len() + salvage.stale.len() + salvage.others.len() < self.layout.k + unable {
             // The members that could not receive an object may be able to now.
-            self.cannot_catch_up.borrow_mut().clear();
+            self.receivers.reconsider_unable();
         }
         Some(salvage)
     }
@@ -96,22 +96,17 @@ impl Group {
         })
     }
 
-    /// Whether a target has not refused to receive objects since the last interval.
-    pub(crate) fn can_receive(&self, target: &Uuid) -> bool {
-        !self.cannot_catch_up.borrow().contains(target)
-    }
-
     /// Returns the targets that the group needs and that are missing or have gone back; `None` before
     /// the group's first decision. There are none if the group can continue.
     #[must_use]
     pub fn waits_for(&self) -> Option<Vec<Uuid>> {
-        self.waits_for.borrow().clone()
+        self.obstacle.waits_for()
     }
 
     /// Whether the group waits, and loses all of its objects if the targets for which it waits are lost.
     #[must_use]
     pub fn lacks_objects(&self) -> bool {
-        self.lacks_objects.get()
+        self.obstacle.lacks_objects()
     }
 
     /// Describes why the group cannot continue.
@@ -206,7 +201,7 @@ impl Group {
                 MemberVerdict::NotInSync => {}
             }
         }
-        let drops_notes = self.drops_notes.replace(false);
+        let drops_notes = self.intents.borrow_mut().dirty_mut().take_discarded();
         if drops_notes || dirty.len() > self.dirty_max {
             let stale = record.members.iter_mut().filter(|m| matches!(m.standing, Standing::Stale { .. }));
             stale.for_each(|m| m.standing = Standing::Blank);
@@ -320,8 +315,7 @@ impl Group {
         for position in 0..record.members.len() {
             let member = record.members[position];
             let known = self.targets.iter().find(|t| t.uuid() == member.target);
-            let is_full =
-                member.standing == Standing::Blank && self.no_room.borrow().contains(&member.target);
+            let is_full = member.standing == Standing::Blank && self.receivers.is_full(&member.target);
             let stays = known.is_some_and(|t| !t.is_out()) && !is_full;
             if member.standing == Standing::InSync || stays {
                 continue;
@@ -329,7 +323,7 @@ impl Group {
             let spare = self.spare(record).or_else(|| {
                 // Reconsider the targets that had too little space. If the member itself is
                 // replaced only for lack of space, these targets are no better.
-                self.no_room.borrow_mut().clear();
+                self.receivers.reconsider_full();
                 self.spare(record).filter(|_| !is_full)
             });
             if let Some(target) = spare {
@@ -341,10 +335,11 @@ impl Group {
     /// Returns the highest-ranked usable target that is not a member, without the targets that had
     /// too little space.
     pub(crate) fn spare(&self, record: &GroupRecord) -> Option<Uuid> {
-        let no_room = self.no_room.borrow();
         let taken = |t: &dyn Member| record.members.iter().any(|m| m.target == t.uuid());
-        let free =
-            self.targets.iter().filter(|t| t.is_usable() && !taken(&***t) && !no_room.contains(&t.uuid()));
+        let free = self
+            .targets
+            .iter()
+            .filter(|t| t.is_usable() && !taken(&***t) && !self.receivers.is_full(&t.uuid()));
         let free: Vec<Uuid> = free.map(|t| t.uuid()).collect();
         wire::placement::ranked(self.place.0, self.place.1, &free).first().map(|&best| free[best])
     }

@@ -17,6 +17,7 @@ use tokio::time::Instant;
 use uuid::Uuid;
 
 use crate::decision::{Decision, MemberVerdict};
+use crate::dirty::DirtyNotes;
 use crate::group::Group;
 use crate::intents::Intents;
 use crate::interval::{Interval, over};
@@ -115,8 +116,8 @@ impl Group {
             Ok(decision) => decision,
             Err(NotDecided { waits_for, error }) => {
                 let lost = self.lost_targets(&views);
-                self.waits_for.replace(Some(waits_for.into_iter().chain(lost).collect()));
-                self.lacks_objects.set(self.with_evidence(&views, |evidence| evidence.lacks_content()));
+                let lacks_objects = self.with_evidence(&views, |evidence| evidence.lacks_content());
+                self.obstacle.meets(waits_for.into_iter().chain(lost).collect(), lacks_objects);
                 if let Some(salvage) = self.to_salvage(&views) {
                     let salvaged = self.salvage(number, &salvage, &views).await;
                     let salvaged = salvaged.map_err(|e| match e {
@@ -139,19 +140,18 @@ impl Group {
         let mut members = continuing(&decision, &views);
         let in_sync = members.iter().flatten().map(|view| Rc::clone(&view.link.target));
         self.calls.set_in_sync(in_sync.collect());
-        *self.rebuilding.borrow_mut() = None;
+        self.rebuilds.end();
         let (record, dirty) = self.agree(&decision, &views, &members).await?;
         self.carry_out(number, &decision, &record, &mut members).await?;
         self.terms.testify(&record).await?;
         if self.number() != number {
             return Err(over(number));
         }
-        self.waits_for.replace(Some(Vec::new()));
-        self.lacks_objects.set(false);
+        self.obstacle.overcome();
         self.word.heed(false);
         let intents = intents_of(number, &record, &members, &decision, dirty);
-        self.intents.borrow_mut().replace(intents);
-        self.cannot_catch_up.borrow_mut().clear();
+        self.replace_intents(intents);
+        self.receivers.reconsider_unable();
         tracing::debug!(cid = %self.cid, number, term = record.term, "opened an interval of the group");
         let leftovers = RefCell::new(leftovers(&record, &views, &members, &remains));
         let links = members.into_iter().map(|view| view.map(|v| v.link)).collect();
@@ -285,9 +285,8 @@ impl Group {
                     let lost = self.lost_targets(&found.views);
                     let named = decision.err().map(|refused| refused.waits_for).unwrap_or_default();
                     let waits_for: BTreeSet<Uuid> = silent.into_iter().chain(named).chain(lost).collect();
-                    self.waits_for.replace(Some(waits_for.into_iter().collect()));
-                    self.lacks_objects
-                        .set(self.with_evidence(&found.views, |evidence| evidence.lacks_content()));
+                    let lacks_objects = self.with_evidence(&found.views, |evidence| evidence.lacks_content());
+                    self.obstacle.meets(waits_for.into_iter().collect(), lacks_objects);
                     let silent = waiting.iter().map(|t| t.uuid().to_string()).collect::<Vec<_>>().join(", ");
                     let why = format!(
                         "too few targets answered within {:?}; no answer from the targets {silent}",
@@ -347,5 +346,5 @@ fn intents_of(
     }
     let mut slots = Slots::default();
     contents.into_iter().for_each(|(place, content)| slots.put(place, content));
-    Intents::new(interval, Sequence::new(next, decision.last_kept), slots, dirty)
+    Intents::new(interval, Sequence::new(next, decision.last_kept), slots, DirtyNotes::new(dirty))
 }

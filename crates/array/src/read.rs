@@ -1,5 +1,6 @@
 //! Reads objects. If a fragment cannot be read, reconstructs it from other fragments.
 
+use std::cell::Cell;
 use std::ops::Range;
 
 use base::block::{self, BLOCK, BLOCK_SIZE, Payload, ZERO_BLOCK_CRC};
@@ -41,6 +42,17 @@ enum ComputeError {
     /// The bytes that were read of this fragment were damaged in memory.
     Damaged(usize),
     Store(StoreError),
+}
+
+/// Determines which copy of a mirrored object the next read uses.
+#[derive(Debug, Default)]
+pub(crate) struct CopyTurns(Cell<usize>);
+
+impl CopyTurns {
+    /// Returns the number of the next turn.
+    fn next(&self) -> usize {
+        self.0.replace(self.0.get().wrapping_add(1))
+    }
 }
 
 impl Group {
@@ -112,8 +124,7 @@ impl Group {
     /// members share the load.
     fn next_copy(&self, links: &[Option<MemberLink>]) -> usize {
         let there: Vec<usize> = (0..links.len()).filter(|&copy| links[copy].is_some()).collect();
-        let turn = self.copies_read.get();
-        self.copies_read.set(turn.wrapping_add(1));
+        let turn = self.copy_turns.next();
         if there.is_empty() { 0 } else { there[turn % there.len()] }
     }
 

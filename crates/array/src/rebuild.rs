@@ -59,10 +59,7 @@ impl Group {
         let members = &interval.record.members;
         let usable = |uuid| self.targets.iter().any(|t| t.uuid() == uuid && t.is_usable());
         let can_be = |m: &MemberRecord| m.standing != Standing::InSync && usable(m.target);
-        // Start after the last member whose rebuild failed, so that this member does not block the
-        // rebuilds of the other members.
-        let next = self.rebuild_next.get();
-        (next..next + members.len()).map(|i| i % members.len()).find(|&i| can_be(&members[i]))
+        self.receivers.positions(members.len()).find(|&position| can_be(&members[position]))
     }
 
     /// If there are too many dirty notes, ends the interval, so that the next interval discards the
@@ -72,7 +69,7 @@ impl Group {
         let most = if index_is_full { 0 } else { self.dirty_max };
         // A rebuild in progress finishes sooner with the notes, so keep the notes until it has
         // ended.
-        let is_due = || self.intents.borrow().dirty().len() > most && self.rebuilding.borrow().is_none();
+        let is_due = || self.intents.borrow().dirty().oids().len() > most && !self.rebuilds.is_running();
         if !is_due() {
             return;
         }
@@ -82,7 +79,7 @@ impl Group {
         }
         if let Some(interval) = self.current() {
             tracing::warn!(cid = %self.cid, limit = most, "too many objects changed while a member was unavailable; a rebuild will copy all objects to this member");
-            self.drops_notes.set(true);
+            self.intents.borrow_mut().dirty_mut().discard();
             self.end_interval(&interval);
         }
     }
@@ -106,7 +103,7 @@ impl Group {
                 self.wipe_in(&interval, &target).await?;
             }
             let link = self.admit(&interval, position).await?;
-            self.no_room.borrow_mut().remove(&link.target.uuid());
+            self.receivers.begins(&link.target.uuid());
             let job =
                 RebuildRun { group: self, interval: Rc::clone(&interval), position, link, pace, progress };
             job.run().await
@@ -114,20 +111,17 @@ impl Group {
         let outcome = outcome.await;
         let member = interval.record.members[position];
         if outcome.is_err() {
-            self.rebuild_next.set(position + 1);
-            if self.still(&interval).is_ok() {
-                self.cannot_rebuild.borrow_mut().insert(member.target);
-            }
+            self.receivers.failed(position, member.target, self.still(&interval).is_ok());
         } else {
-            self.cannot_rebuild.borrow_mut().remove(&member.target);
+            self.receivers.rebuilt(&member.target);
         }
         let is_full =
             matches!(outcome, Err(StoreError::NoSpace { .. })) && member.standing == Standing::Blank;
         if is_full {
-            self.no_room.borrow_mut().insert(member.target);
+            self.receivers.fills(member.target);
         }
         let moves = is_full && self.spare(&interval.record).is_some();
-        if outcome.is_err() && (moves || self.rebuilding.borrow().is_some()) {
+        if outcome.is_err() && (moves || self.rebuilds.is_running()) {
             // The member takes part in transactions that are in progress. Only a new interval may
             // exclude it from transactions.
             self.end_interval(&interval);
@@ -164,8 +158,7 @@ impl Group {
         // `Group::gate` is locked against transactions.
         self.copy_object(interval, &link, position, &self.meta.clone(), ReceivingMember::NotInSync).await?;
         self.still(interval)?;
-        let rebuilding = Rebuilding::new(position, interval.number, link.clone(), missing);
-        *self.rebuilding.borrow_mut() = Some(rebuilding);
+        self.rebuilds.begin(Rebuilding::new(position, interval.number, link.clone(), missing));
         tracing::info!(cid = %self.cid, position, target_uuid = %link.target.uuid(), "started to rebuild a member");
         Ok(link)
     }
@@ -230,7 +223,7 @@ impl Group {
         record: &GroupRecord,
         settled: ChangeId,
     ) -> store::Result<BTreeSet<ObjectId>> {
-        let mut missing = self.intents.borrow().dirty().clone();
+        let mut missing = self.intents.borrow().dirty().oids().clone();
         let touched = own.intents.into_values().flat_map(|stored| stored.intent.objects);
         missing.extend(touched.map(|touched| touched.oid).chain(own.dirty));
         missing.retain(|oid| !(self.is_internal)(oid));
@@ -327,7 +320,7 @@ impl RebuildRun<'_> {
     }
 
     fn with_rebuilding<T>(&self, change: impl FnOnce(&mut Rebuilding) -> T) -> Option<T> {
-        self.group.rebuilding.borrow_mut().as_mut().map(change)
+        self.group.rebuilds.with(change)
     }
 
     /// Puts a membership record in force that lists the rebuilt member as in sync. Ends the
@@ -344,7 +337,7 @@ impl RebuildRun<'_> {
         // If other members still need dirty notes, the rebuilt member must have the notes, too. The
         // next interval removes notes that no member needs any more.
         if record.needs_notes() {
-            let dirty = group.intents.borrow().dirty().clone();
+            let dirty = group.intents.borrow().dirty().oids().clone();
             group.note_dirty(&self.link, dirty.iter()).await?;
         }
         let links: Vec<&MemberLink> = self.interval.links.iter().flatten().chain([&self.link]).collect();
@@ -352,7 +345,7 @@ impl RebuildRun<'_> {
         let target = self.link.target.uuid();
         tracing::info!(cid = %group.cid, position = self.position, term = record.term, target_uuid = %target, "a rebuilt member is in sync again");
         metrics::counter!("outboard_osd_members_rebuilt_total").increment(1);
-        *group.rebuilding.borrow_mut() = None;
+        group.rebuilds.end();
         group.end_interval(&self.interval);
         Ok(())
     }

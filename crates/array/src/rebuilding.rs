@@ -1,5 +1,6 @@
 //! [`Rebuilding`]: a member that is being rebuilt, and the objects that it still lacks.
 
+use std::cell::RefCell;
 use std::collections::BTreeSet;
 
 use store::ObjectId;
@@ -8,11 +9,51 @@ use crate::member_link::MemberLink;
 
 /// A member that is being rebuilt.
 pub(crate) struct Rebuilding {
-    pub(crate) position: usize,
+    position: usize,
     /// Number of the interval in which the rebuild runs.
-    pub(crate) interval: u64,
-    pub(crate) link: MemberLink,
+    interval: u64,
+    link: MemberLink,
     missing: MissingObjects,
+}
+
+/// The rebuild of a group that is in progress, if there is one.
+#[derive(Default)]
+pub(crate) struct RebuildInProgress(RefCell<Option<Rebuilding>>);
+
+impl RebuildInProgress {
+    /// Whether a rebuild is in progress.
+    pub(crate) fn is_running(&self) -> bool {
+        self.0.borrow().is_some()
+    }
+
+    /// Records that a rebuild begins. From now on, the member takes part in transactions.
+    pub(crate) fn begin(&self, rebuilding: Rebuilding) {
+        let before = self.0.replace(Some(rebuilding));
+        assert!(before.is_none(), "a group rebuilds one member at a time");
+    }
+
+    /// Records that the rebuild in progress has ended, or that its interval has.
+    pub(crate) fn end(&self) {
+        *self.0.borrow_mut() = None;
+    }
+
+    /// Returns the member at a position if it is being rebuilt in this interval and, if `oid` is given,
+    /// has this object.
+    pub(crate) fn member(
+        &self,
+        interval: u64,
+        position: usize,
+        oid: Option<&ObjectId>,
+    ) -> Option<MemberLink> {
+        let rebuilding = self.0.borrow();
+        let one = rebuilding.as_ref().filter(|r| r.position == position && r.interval == interval)?;
+        oid.is_none_or(|oid| !one.lacks(oid)).then(|| one.link.clone())
+    }
+
+    /// Calls `f` with the rebuild in progress.
+    pub(crate) fn with<T>(&self, f: impl FnOnce(&mut Rebuilding) -> T) -> Option<T> {
+        self.0.borrow_mut().as_mut().map(f)
+    }
 }
 
 /// Objects that a member still lacks.

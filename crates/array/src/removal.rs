@@ -79,8 +79,8 @@ impl Group {
     pub async fn remove(&self) -> store::Result<()> {
         let _closed = self.gate.write().await;
         let _alone = self.intervals.lock().await;
-        self.intents.borrow_mut().replace(Intents::default());
-        *self.rebuilding.borrow_mut() = None;
+        self.replace_intents(Intents::default());
+        self.rebuilds.end();
         if let Some(interval) = self.current() {
             self.end_interval(&interval);
         }

@@ -108,7 +108,7 @@ impl Group {
         let _alone = self.copies.write().await;
         let last = self.settle(&in_sync).await?;
         let differing = self.differing(record, &members);
-        stale.retain(|(_, view)| self.can_receive(&view.link.target.uuid()));
+        stale.retain(|(_, view)| !self.receivers.is_unable(&view.link.target.uuid()));
         let sources = members;
         let members: Vec<PlacedView<'_>> = in_sync.iter().chain(&stale).copied().collect();
         for (_, view) in &members {

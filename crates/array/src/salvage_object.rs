@@ -246,7 +246,7 @@ impl Group {
         let needed = content.needed(self.layout.k);
         if there < needed {
             // Members that are only read have the content, and may have space by the next attempt.
-            self.cannot_catch_up.borrow_mut().clear();
+            self.receivers.reconsider_unable();
             let detail = format!(
                 "object {oid} is damaged on one target, and another target that has it cannot receive all objects, for example for lack of space; remove objects, or replace the damaged target"
             );
@@ -285,12 +285,12 @@ impl Group {
         }
         if !is_needed {
             // The next attempt only reads this member.
-            self.cannot_catch_up.borrow_mut().insert(target);
+            self.receivers.refuses(target);
             return Err(over(salvaged.number));
         }
         if is_full {
             // Other members may have space by the next attempt.
-            self.cannot_catch_up.borrow_mut().clear();
+            self.receivers.reconsider_unable();
             return Err(e);
         }
         // Reads would mix the old content of this member with that of the other members.

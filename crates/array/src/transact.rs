@@ -7,10 +7,11 @@ use bytes::Bytes;
 use futures::future::join_all;
 use store::{ObjectId, Op, StoreCalls, StoreError, Transaction};
 
+use crate::answers::{MemberAnswers, TransactionFailure};
 use crate::group::Group;
-use crate::intents::{IntentOutcome, StartedChange};
+use crate::intents::{IntentActions, IntentOutcome, Intents, StartedChange};
 use crate::interval::{Interval, over};
-use crate::member_link::{MemberLink, is_refusal};
+use crate::member_link::MemberLink;
 use crate::objects::{ObjectAccess, ObjectPlace, Rows};
 use crate::read::WholeObject;
 use crate::record::{Intent, StoredIntent, Touched, Undo, UndoObjects, key_dirty, own_object};
@@ -23,17 +24,8 @@ use crate::work::{ObjectEdit, impossible, is_omap_only, object_of};
 struct Prepared {
     started: StartedChange,
     transactions: Vec<Option<(MemberLink, Transaction)>>,
-    undo_objects: SlotContent,
-    /// Objects for which the transaction writes dirty notes.
-    dirty: Vec<ObjectId>,
-}
-
-/// Outcome of a failed transaction.
-enum TransactionFailure {
-    /// The transaction has changed nothing.
-    Nowhere(StoreError),
-    /// Some members may have executed the transaction. A member may have refused it.
-    Somewhere { error: StoreError, is_refused: bool },
+    /// What the slot of the change contains when all members have committed it.
+    content: SlotContent,
 }
 
 impl Group {
@@ -65,7 +57,9 @@ impl Group {
             place.may_queue().await;
         }
         self.has_slot(&interval).await?;
-        let prepared = self.prepare(&interval, &work, transaction.uses_reserve, false);
+        let noted = work.iter().filter(|one| one.place.is_some() && interval.record.needs_notes());
+        let started = self.intents.borrow_mut().start(noted.map(|one| &one.oid));
+        let prepared = self.prepare(&interval, started, &work, transaction.uses_reserve);
         for one in &work {
             let size = one.exists.then_some(one.overlay.size);
             one.place.iter().for_each(|place| place.queued(prepared.started.change, &interval, size));
@@ -81,7 +75,8 @@ impl Group {
         let interval = self.any_interval().await?;
         let _open = self.gate.read().await;
         self.has_slot(&interval).await?;
-        let prepared = self.prepare(&interval, &[], true, true);
+        let started = self.intents.borrow_mut().start_trim();
+        let prepared = self.prepare(&interval, started, &[], true);
         self.commit(&interval, prepared, &[]).await
     }
 
@@ -92,8 +87,7 @@ impl Group {
     /// If the interval has ended.
     async fn has_slot(&self, interval: &Interval) -> store::Result<()> {
         loop {
-            let ended = self.intents.borrow().ended();
-            let ended = ended.notified();
+            let ended = self.change_ended.notified();
             self.still(interval)?;
             if self.intents.borrow().sequence().may_start() {
                 return Ok(());
@@ -102,9 +96,10 @@ impl Group {
         }
     }
 
-    /// Whether the undo objects of finished transactions take much space.
-    pub(crate) fn should_trim(&self) -> bool {
-        self.intents.borrow().should_trim()
+    /// Replaces the intents when an interval begins or the group is removed.
+    pub(crate) fn replace_intents(&self, intents: Intents) {
+        self.intents.replace(intents);
+        self.change_ended.notify_waiters();
     }
 
     /// Number of undo objects that can be removed, summed over all members.
@@ -183,7 +178,7 @@ impl Group {
                 let creates = matches!(own.next(), Some(Op::CreateExclusive { .. }))
                     && !own.any(|op| matches!(op, Op::Remove { .. }));
                 was = match place.size(interval) {
-                    None if creates && self.rebuilding.borrow().is_none() => None,
+                    None if creates && !self.rebuilds.is_running() => None,
                     _ => self.size(interval, &oid, place).await?,
                 };
                 // A repair while earlier changes are in progress could mix old and new data. A read
@@ -251,24 +246,24 @@ impl Group {
             .await
     }
 
-    /// Assigns an id to the transaction, and builds a transaction for each member. The caller
-    /// must queue these transactions on the members before it awaits anything else.
-    fn prepare(&self, interval: &Interval, work: &[ObjectEdit], uses_reserve: bool, trims: bool) -> Prepared {
-        let mut intents = self.intents.borrow_mut();
-        let started = intents.start(trims);
-        let dirty = |one: &&ObjectEdit| one.place.is_some() && !intents.dirty().contains(&one.oid);
-        let dirty: Vec<ObjectId> = match interval.record.needs_notes() {
-            false => Vec::new(),
-            true => work.iter().filter(dirty).map(|one| one.oid.clone()).collect(),
-        };
-        let notes: Vec<(Bytes, Bytes)> = dirty.iter().map(|oid| (key_dirty(oid), Bytes::new())).collect();
-        let mut undo_objects = SlotContent::default();
+    /// Builds a transaction for each member. The caller must queue these transactions on the members
+    /// before it awaits anything else, or starts another change.
+    fn prepare(
+        &self,
+        interval: &Interval,
+        started: StartedChange,
+        work: &[ObjectEdit],
+        uses_reserve: bool,
+    ) -> Prepared {
+        let notes: Vec<(Bytes, Bytes)> =
+            started.dirty.iter().map(|oid| (key_dirty(oid), Bytes::new())).collect();
+        let mut content = SlotContent::default();
         let transactions = (0..self.layout.fragments()).map(|position| {
             let link = self.takes_part(interval, position)?;
             let mut ops = Vec::new();
             let intent = self.member_ops(work, &started, position, &mut ops);
             trim_ops(&started, position, &mut ops);
-            undo_objects.add(position, intent.undo_objects(), self.undo_bytes(work, position));
+            content.add(position, intent.undo_objects(), self.undo_bytes(work, position));
             let StartedChange { change, settled, place, .. } = started;
             let mut entries = notes.clone();
             entries.push(StoredIntent { change, settled, place, intent }.entry());
@@ -276,14 +271,13 @@ impl Group {
             Some((link, Transaction { collection: self.cid.clone(), ops, uses_reserve }))
         });
         let transactions = transactions.collect();
-        intents.note_dirty(dirty.iter().cloned());
-        if let Some(rebuilding) = self.rebuilding.borrow_mut().as_mut() {
+        self.rebuilds.with(|rebuilding| {
             // A rebuild does not copy internal objects.
             let is_copied = |oid: &ObjectId| !(self.is_internal)(oid);
             let changed = work.iter().filter(|one| one.place.is_some()).map(|one| &one.oid);
             changed.filter(|oid| is_copied(oid)).for_each(|oid| rebuilding.changes(oid));
-        }
-        Prepared { started, transactions, undo_objects, dirty }
+        });
+        Prepared { started, transactions, content }
     }
 
     /// Number of bytes that a change saves in undo objects on the member at a position.
@@ -351,9 +345,9 @@ impl Group {
         prepared: Prepared,
         work: &[ObjectEdit],
     ) -> store::Result<()> {
-        let Prepared { started, transactions, undo_objects, dirty } = prepared;
+        let Prepared { started, transactions, content } = prepared;
         let change = started.change;
-        let outcome = self.judge(interval, self.send(transactions).await);
+        let outcome = self.judge(self.send(transactions).await);
         let ended = match &outcome {
             Ok(()) => IntentOutcome::Committed,
             Err(TransactionFailure::Nowhere(_)) => IntentOutcome::Refused,
@@ -361,10 +355,15 @@ impl Group {
                 IntentOutcome::Undecided { is_refused: *is_refused }
             }
         };
-        // A later interval has its own intents, which reflect the outcome of this transaction.
-        let is_current = self.intents.borrow().interval() == interval.number;
-        if is_current && !self.intents.borrow_mut().end(started, undo_objects, &dirty, ended) {
+        // Only another interval can decide about a transaction that only some members may have.
+        if matches!(ended, IntentOutcome::Undecided { .. }) {
             self.end_interval(interval);
+        }
+        // A later interval has its own intents, which reflect the outcome of this transaction.
+        if self.intents.borrow().interval() == interval.number {
+            let actions = self.intents.borrow_mut().end(started, content, ended);
+            self.change_ended.notify_waiters();
+            self.act(interval, actions);
         }
         let Err(failed) = outcome else { return Ok(()) };
         work.iter().flat_map(|one| one.place.as_ref()).for_each(ObjectPlace::forget);
@@ -378,6 +377,15 @@ impl Group {
                 Ok(_) => Err(over(interval.number)),
                 Err(e) => Err(StoreError::Disconnected(e.to_string())),
             },
+        }
+    }
+
+    fn act(&self, interval: &Interval, actions: IntentActions) {
+        if actions.ends_interval {
+            self.end_interval(interval);
+        }
+        if actions.trims {
+            self.is_trim_due.set(true);
         }
     }
 
@@ -400,38 +408,15 @@ impl Group {
     }
 
     /// Determines the outcome of a transaction of the array from the answers of the members.
-    fn judge(
-        &self,
-        interval: &Interval,
-        outcomes: Vec<(MemberLink, store::Result<()>)>,
-    ) -> Result<(), TransactionFailure> {
-        let mut refused = None;
-        let mut gone = None;
-        let mut done = false;
-        for (link, outcome) in outcomes {
-            match outcome {
-                Ok(()) => done = true,
-                Err(e) if is_refusal(&e) => {
-                    tracing::debug!(cid = %self.cid, target_uuid = %link.target.uuid(), error = %e, "a member refused a transaction");
-                    refused = refused.or(Some(e));
-                }
-                Err(e @ StoreError::Disconnected(_)) => gone = Some(e),
-                Err(e) => {
-                    link.fail(&e);
-                    gone = Some(StoreError::Disconnected(e.to_string()));
-                }
+    fn judge(&self, outcomes: Vec<(MemberLink, store::Result<()>)>) -> Result<(), TransactionFailure> {
+        let mut answers = MemberAnswers::default();
+        for (link, answer) in outcomes {
+            if let Err(e) = &answer {
+                tracing::debug!(cid = %self.cid, target_uuid = %link.target.uuid(), error = %e, "a member has not committed a transaction");
             }
+            answers.add(answer).iter().for_each(|e| link.fail(e));
         }
-        match (gone, refused) {
-            (None, None) => Ok(()),
-            (None, Some(e)) if !done => Err(TransactionFailure::Nowhere(e)),
-            (gone, refused) => {
-                self.end_interval(interval);
-                let is_refused = refused.is_some();
-                let error = gone.or(refused).unwrap_or_else(|| over(interval.number));
-                Err(TransactionFailure::Somewhere { error, is_refused })
-            }
-        }
+        answers.outcome()
     }
 }
 
