@@ -10,6 +10,7 @@ mod calls;
 mod content;
 mod expected;
 mod filler;
+mod hot;
 mod image;
 mod injector;
 mod ledger;

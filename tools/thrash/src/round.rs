@@ -14,6 +14,7 @@ use tokio::sync::{RwLock, oneshot};
 
 use crate::calls::{CheckedPool, POOL};
 use crate::filler::Filler;
+use crate::hot::{self, HotLane};
 use crate::injector::{InjectError, Injector, InjectorParts};
 use crate::ledger::{BrokenPromise, BrokenReport};
 use crate::outside;
@@ -153,6 +154,10 @@ pub fn run(
             WriterGroup::start(context.clone(), writers, *timeout, seed(10 + n as u64))
         })
         .collect();
+    let hot_pool = connect(relay.address())?;
+    let created = runtime.handle.block_on(hot::create(&hot_pool));
+    created.map_err(|error| format!("cannot create the hot objects: {error}"))?;
+    let lanes = runtime.handle.spawn(hot::change_all(hot_pool, context.clone(), seed(4)));
     let readers = runtime.handle.spawn(writer::read_all(reader, context, seed(3)));
 
     let mut injector = Injector::new(
@@ -199,9 +204,12 @@ pub fn run(
     record.end();
     groups.iter_mut().for_each(|group| group.finish(Duration::from_secs(10)));
     let _ = runtime.handle.block_on(async { tokio::time::timeout(CHECK_TIMEOUT, readers).await });
+    let lanes = runtime.handle.block_on(async { tokio::time::timeout(2 * CHECK_TIMEOUT, lanes).await });
+    let mut lanes =
+        lanes.map_err(|_| "the tasks of the hot objects do not end")?.map_err(|e| e.to_string())?;
     if !record.is_violated()
         && !stop.load(Ordering::Relaxed)
-        && let Err(error) = last_checks(&runtime.handle, &checks, &record, &mut injector)
+        && let Err(error) = last_checks(&runtime.handle, &checks, &record, &mut injector, &mut lanes)
     {
         match error {
             InjectError::Broken(report) => record.violated(None, report),
@@ -295,8 +303,10 @@ fn last_checks(
     pool: &CheckedPool,
     record: &Arc<RoundRecord>,
     injector: &mut Injector,
+    lanes: &mut [HotLane],
 ) -> Result<(), InjectError> {
     check_objects(runtime, pool, record);
+    runtime.block_on(hot::check(lanes, pool));
     injector.empty_at_last()?;
     injector.await_whole()?;
     record.note("the redundancy is complete");
