@@ -22,6 +22,8 @@ use crate::task::spawn;
 
 /// If no new transaction starts for this long, the array removes the remaining undo objects.
 const TRIM_IDLE: Duration = Duration::from_secs(1);
+/// Pause between two transactions that remove undo objects of an idle group.
+const TRIM_PAUSE: Duration = Duration::from_millis(100);
 
 /// The future of an [`Array`]'s reply.
 pub type ArrayFuture = LocalBoxFuture<'static, Result<StoreReply>>;
@@ -147,13 +149,13 @@ fn trim_if_large(group: &Rc<Group>) {
     }
     let group = Rc::clone(group);
     spawn(async move {
-        if let Err(e) = group.trim().await {
+        if let Err(e) = group.trim_some().await {
             tracing::debug!(error = %e, "cannot remove undo objects now; a later transaction removes them");
         }
     });
 }
 
-/// Removes the remaining undo objects after `TRIM_IDLE` without a new transaction.
+/// Removes the remaining undo objects after `TRIM_IDLE` without a new transaction, a few at a time.
 fn trim_when_idle(group: &Rc<Group>) {
     if !group.idle_trim.claim() {
         return;
@@ -161,17 +163,23 @@ fn trim_when_idle(group: &Rc<Group>) {
     let group = Rc::downgrade(group);
     spawn(async move {
         let mut seen = None;
+        let mut pause = TRIM_IDLE;
         loop {
-            tokio::time::sleep(TRIM_IDLE).await;
+            tokio::time::sleep(pause).await;
             let Some(group) = group.upgrade() else { return };
-            let next = group.intents.borrow().sequence().next();
-            if seen.replace(next) == Some(next) {
-                group.idle_trim.release();
-                if let Err(e) = group.trim().await {
-                    tracing::debug!(error = %e, "cannot remove undo objects now; a later transaction removes them");
-                }
-                return;
+            let next = || group.intents.borrow().sequence().next();
+            if seen.replace(next()) != Some(next()) {
+                pause = TRIM_IDLE;
+                continue;
             }
+            let trimmed = group.trim_some().await;
+            if let Err(e) = &trimmed {
+                tracing::debug!(error = %e, "cannot remove undo objects now; a later transaction removes them");
+            }
+            if trimmed.is_err() || group.undo_objects() == 0 {
+                return group.idle_trim.release();
+            }
+            (seen, pause) = (Some(next()), TRIM_PAUSE);
         }
     });
 }

@@ -12,6 +12,8 @@ use crate::slots::{SlotContent, Slots};
 
 /// Number of bytes in undo objects, summed over all members, above which the group trims its slots.
 const UNDO_MAX: u64 = 16 << 20;
+/// Maximum number of slots that one change trims, so that it delays other changes only briefly.
+const TRIM_MAX: usize = 8;
 
 /// The intents of an interval. This type is a state machine without I/O: its events are the start and
 /// the end of a change ([`start`](Self::start), [`end`](Self::end)), and the caller carries out the
@@ -22,8 +24,8 @@ pub(crate) struct Intents {
     interval: u64,
     sequence: Sequence,
     slots: Slots,
-    /// True while a change that trims slots is in progress.
-    is_trimming: bool,
+    /// The slots that changes in progress trim. No change may use them.
+    trimming: BTreeSet<IntentPlace>,
     dirty: DirtyNotes,
 }
 
@@ -58,8 +60,7 @@ pub(crate) enum IntentOutcome {
 /// What the group does when a change has ended.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct IntentActions {
-    /// The interval ends: the members disagree, or may have other contents in their slots than the
-    /// group knows.
+    /// The interval ends, because the members disagree.
     pub(crate) ends_interval: bool,
     /// The group trims its slots, because the undo objects take much space.
     pub(crate) trims: bool,
@@ -68,7 +69,7 @@ pub(crate) struct IntentActions {
 impl Intents {
     /// Creates the intents of an interval.
     pub(crate) fn new(interval: u64, sequence: Sequence, slots: Slots, dirty: DirtyNotes) -> Intents {
-        Intents { interval, sequence, slots, is_trimming: false, dirty }
+        Intents { interval, sequence, slots, trimming: BTreeSet::new(), dirty }
     }
 
     /// Number of the interval.
@@ -81,7 +82,17 @@ impl Intents {
         &self.sequence
     }
 
-    /// Number of undo objects that can be trimmed, summed over all members.
+    /// Whether the next change may start, because its slot is free.
+    pub(crate) fn may_start(&self) -> bool {
+        self.sequence.may_start() && !self.trimming.contains(&IntentPlace::of(self.sequence.next()))
+    }
+
+    /// Whether undo objects of settled changes can be trimmed.
+    pub(crate) fn can_trim(&self) -> bool {
+        self.slots.can_trim(self.sequence.settled())
+    }
+
+    /// Number of undo objects of finished changes, summed over all members.
     pub(crate) fn undo_objects(&self) -> usize {
         self.slots.undo_objects()
     }
@@ -105,18 +116,21 @@ impl Intents {
         let change = self.sequence.start();
         assert!(settled < change, "the numbers of changes only grow");
         let place = IntentPlace::of(change);
+        assert!(!self.trimming.contains(&place), "the slot of {change:?} is trimmed");
         let before = self.slots.take(place);
         let is_slot_empty = before.is_none();
         let before = before.unwrap_or_default();
+        assert!(before.change() <= settled, "a change replaces only settled ones");
         StartedChange { change, settled, place, before, trims: Vec::new(), dirty, is_slot_empty }
     }
 
-    /// Starts a change that removes the undo objects of all slots that no change in progress uses, with
-    /// the intents in these slots.
+    /// Starts a change that removes the undo objects of some slots that no change in progress uses,
+    /// with the intents in these slots.
     pub(crate) fn start_trim(&mut self) -> StartedChange {
         let started = self.start([].into_iter());
-        self.is_trimming = true;
-        StartedChange { trims: self.slots.take_undo_objects(), ..started }
+        let trims = self.slots.take_trimmable(started.settled, TRIM_MAX);
+        self.trimming.extend(trims.iter().map(|(place, _)| *place));
+        StartedChange { trims, ..started }
     }
 
     /// Ends a change, which has put `content` into its slot if it was committed.
@@ -127,8 +141,7 @@ impl Intents {
         outcome: IntentOutcome,
     ) -> IntentActions {
         let StartedChange { change, place, before, trims, dirty, is_slot_empty, .. } = started;
-        self.is_trimming &= trims.is_empty();
-        let mut ends_interval = false;
+        self.trimming.retain(|place| !trims.iter().any(|(trimmed, _)| trimmed == place));
         match outcome {
             IntentOutcome::Committed => {
                 self.sequence.commit(change);
@@ -137,34 +150,41 @@ impl Intents {
             IntentOutcome::Refused => {
                 self.sequence.drop_refused(change);
                 self.dirty.take_back(&dirty);
-                if !is_slot_empty {
-                    self.slots.put(place, before);
-                }
-                // Later changes may have assumed that the trimmed slots are empty.
-                ends_interval = !trims.is_empty();
+                let slot = (place, before);
+                let emptied = trims.into_iter().chain((!is_slot_empty).then_some(slot));
+                emptied.for_each(|(place, content)| self.slots.put(place, content));
             }
             IntentOutcome::Undecided { is_refused } => {
                 self.sequence.leave_undecided(change, is_refused);
-                ends_interval = true;
+                return IntentActions { ends_interval: true, trims: false };
             }
         }
-        let trims = self.slots.bytes() > UNDO_MAX && !self.is_trimming && !ends_interval;
-        IntentActions { ends_interval, trims }
+        let trims = self.slots.bytes() > UNDO_MAX && self.trimming.is_empty() && self.can_trim();
+        IntentActions { ends_interval: false, trims }
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
+
+    use proptest::prelude::*;
+
     use super::*;
+    use crate::record::{Intent, SLOTS, Touched, Undo};
 
     fn intents() -> Intents {
         let id = |number| ChangeId { term: 1, number };
         Intents::new(0, Sequence::new(id(1), ChangeId::default()), Slots::default(), DirtyNotes::default())
     }
 
-    fn content(bytes: u64) -> SlotContent {
-        let mut content = SlotContent::default();
-        content.add(0, vec![0], bytes);
+    /// Content with one undo object.
+    fn content(change: ChangeId, bytes: u64) -> SlotContent {
+        let undo = Undo::Restore { size: 4096, saved: vec![(0, 4096)] };
+        let (oid, omap_keys, omap_ranges) = (ObjectId::new("o").unwrap(), Vec::new(), Vec::new());
+        let touched = Touched { oid, undo, xattrs: false, omap_keys, omap_ranges };
+        let mut content = SlotContent::new(change);
+        content.add(change, 0, &Intent { objects: vec![touched] }, bytes);
         content
     }
 
@@ -172,36 +192,55 @@ mod tests {
         intents.start([].into_iter())
     }
 
+    fn commit(intents: &mut Intents, started: StartedChange, bytes: u64) -> IntentActions {
+        let content = content(started.change, bytes);
+        intents.end(started, content, IntentOutcome::Committed)
+    }
+
     #[test]
     fn a_refused_change_leaves_the_slot_and_the_notes_as_they_were() {
         let mut intents = intents();
         let oid = ObjectId::new("o").unwrap();
-        for _ in 0..crate::record::SLOTS {
+        for _ in 0..SLOTS {
             let started = start(&mut intents);
-            intents.end(started, content(1), IntentOutcome::Committed);
+            commit(&mut intents, started, 1);
         }
         let refused = intents.start([&oid, &oid].into_iter());
         assert_eq!((refused.before.undo_objects(0), refused.dirty.len()), (&[0][..], 1));
         assert_eq!((intents.undo_objects(), intents.dirty().oids().len()), (127, 1));
-        let actions = intents.end(refused, content(5), IntentOutcome::Refused);
+        let content = content(refused.change, 5);
+        let actions = intents.end(refused, content, IntentOutcome::Refused);
         assert_eq!(actions, IntentActions::default());
         assert_eq!((intents.undo_objects(), intents.dirty().oids().len()), (128, 0));
     }
 
     #[test]
-    fn large_undo_objects_are_trimmed_by_one_change_at_a_time() {
+    fn a_trim_takes_no_change_that_is_not_settled() {
         let mut intents = intents();
         let [first, second] = [(); 2].map(|()| start(&mut intents));
-        assert!(intents.end(first, content(UNDO_MAX + 1), IntentOutcome::Committed).trims);
-        assert!(intents.end(second, content(1), IntentOutcome::Committed).trims, "no trim has started");
+        assert!(!commit(&mut intents, second, UNDO_MAX + 1).trims && !intents.can_trim());
+        assert_eq!(intents.start_trim().trims, [], "an earlier change is in progress");
+        assert!(commit(&mut intents, first, 1).trims);
+        assert_eq!(intents.start_trim().trims.len(), 2);
+    }
+
+    #[test]
+    fn no_change_uses_a_slot_that_is_being_trimmed() {
+        let mut intents = intents();
+        for _ in 0..SLOTS - 1 {
+            let started = start(&mut intents);
+            commit(&mut intents, started, 1);
+        }
         let trim = intents.start_trim();
-        assert_eq!((trim.trims.len(), intents.undo_objects()), (2, 0));
-        let later = start(&mut intents);
-        assert!(!intents.end(later, content(UNDO_MAX + 1), IntentOutcome::Committed).trims);
-        let actions = intents.end(trim, SlotContent::default(), IntentOutcome::Committed);
-        assert_eq!(actions, IntentActions { ends_interval: false, trims: true });
+        assert_eq!((trim.trims.len(), intents.undo_objects()), (TRIM_MAX, 127 - TRIM_MAX));
+        assert!(!intents.may_start(), "the slot of the next change is being trimmed");
+        let other = IntentOutcome::Refused;
+        assert_eq!(intents.end(trim, SlotContent::default(), other), IntentActions::default());
+        assert_eq!(intents.undo_objects(), 127, "a refused trim has removed nothing");
         let trim = intents.start_trim();
-        assert!(intents.end(trim, SlotContent::default(), IntentOutcome::Refused).ends_interval);
+        let content = SlotContent::new(trim.change);
+        intents.end(trim, content, IntentOutcome::Committed);
+        assert!(intents.may_start());
     }
 
     #[test]
@@ -209,7 +248,73 @@ mod tests {
         let mut intents = intents();
         let started = start(&mut intents);
         let outcome = IntentOutcome::Undecided { is_refused: true };
-        assert!(intents.end(started, content(1), outcome).ends_interval);
+        assert!(intents.end(started, SlotContent::default(), outcome).ends_interval);
         assert_eq!(intents.sequence().refused().len(), 1);
+    }
+
+    #[derive(Debug, Clone)]
+    enum Event {
+        Start,
+        Trim,
+        End(usize, bool),
+    }
+
+    proptest! {
+        #[test]
+        fn the_slots_follow_the_outcomes_of_changes_and_trims(
+            events in proptest::collection::vec(
+                prop_oneof![
+                    4 => Just(Event::Start),
+                    1 => Just(Event::Trim),
+                    4 => (0..20usize, any::<bool>()).prop_map(|(at, commits)| Event::End(at, commits)),
+                ],
+                1..600,
+            ),
+        ) {
+            let (mut intents, mut open) = (intents(), Vec::new());
+            // The undo objects that the members store, by place.
+            let mut stored: BTreeMap<IntentPlace, ChangeId> = BTreeMap::new();
+            for event in events {
+                match event {
+                    Event::Start | Event::Trim if !intents.may_start() => {}
+                    Event::Start => open.push((start(&mut intents), true)),
+                    Event::Trim => open.push((intents.start_trim(), false)),
+                    Event::End(at, commits) if !open.is_empty() => {
+                        let (started, has_undo) = open.remove(at % open.len());
+                        prop_assert_eq!(
+                            started.before.undo_objects(0).len(),
+                            usize::from(stored.contains_key(&started.place))
+                        );
+                        let is_right = |(place, content): &(IntentPlace, SlotContent)| {
+                            let change = content.change();
+                            change <= started.settled && stored.get(place) == Some(&change)
+                        };
+                        prop_assert!(started.trims.iter().all(is_right));
+                        let mut content = content(started.change, 1);
+                        if !has_undo {
+                            content = SlotContent::new(started.change);
+                        }
+                        let outcome = match commits {
+                            true => IntentOutcome::Committed,
+                            false => IntentOutcome::Refused,
+                        };
+                        if commits {
+                            stored.remove(&started.place);
+                            stored.retain(|place, _| !started.trims.iter().any(|(trimmed, _)| trimmed == place));
+                            if has_undo {
+                                stored.insert(started.place, started.change);
+                            }
+                        }
+                        intents.end(started, content, outcome);
+                    }
+                    Event::End(..) => {}
+                }
+            }
+            // In the order of their numbers, because the test ignores the order on the members.
+            for (started, _) in open {
+                intents.end(started, SlotContent::default(), IntentOutcome::Refused);
+            }
+            prop_assert_eq!(intents.undo_objects(), stored.len());
+        }
     }
 }

@@ -340,8 +340,8 @@ fn intents_of(
     for (position, view) in members.iter().enumerate() {
         let stored = view.iter().flat_map(MemberView::stored_intents);
         for stored in stored.filter(|stored| !decision.undone.contains(&stored.change)) {
-            let (undo_objects, bytes) = (stored.intent.undo_objects(), stored.intent.undo_bytes());
-            contents.entry(stored.place).or_default().add(position, undo_objects, bytes);
+            let (change, bytes) = (stored.change, stored.intent.undo_bytes());
+            contents.entry(stored.place).or_default().add(change, position, &stored.intent, bytes);
         }
     }
     let mut slots = Slots::default();

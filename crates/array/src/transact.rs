@@ -67,14 +67,34 @@ impl Group {
         self.commit(&interval, prepared, &work).await
     }
 
-    /// Removes the undo objects of finished transactions, with their intents.
+    /// Removes all undo objects of finished transactions, with their intents.
+    ///
+    /// # Errors
+    /// If a member fails, or the interval ends.
     pub async fn trim(&self) -> store::Result<()> {
+        loop {
+            let before = self.undo_objects();
+            self.trim_some().await?;
+            if self.undo_objects() >= before {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Removes some undo objects of finished transactions, with their intents.
+    ///
+    /// # Errors
+    /// Those of [`trim`](Self::trim).
+    pub(crate) async fn trim_some(&self) -> store::Result<()> {
         if self.undo_objects() == 0 {
             return Ok(());
         }
         let interval = self.any_interval().await?;
         let _open = self.gate.read().await;
         self.has_slot(&interval).await?;
+        if !self.intents.borrow().can_trim() {
+            return Ok(());
+        }
         let started = self.intents.borrow_mut().start_trim();
         let prepared = self.prepare(&interval, started, &[], true);
         self.commit(&interval, prepared, &[]).await
@@ -89,7 +109,7 @@ impl Group {
         loop {
             let ended = self.change_ended.notified();
             self.still(interval)?;
-            if self.intents.borrow().sequence().may_start() {
+            if self.intents.borrow().may_start() {
                 return Ok(());
             }
             ended.await;
@@ -257,13 +277,13 @@ impl Group {
     ) -> Prepared {
         let notes: Vec<(Bytes, Bytes)> =
             started.dirty.iter().map(|oid| (key_dirty(oid), Bytes::new())).collect();
-        let mut content = SlotContent::default();
+        let mut content = SlotContent::new(started.change);
         let transactions = (0..self.layout.fragments()).map(|position| {
             let link = self.takes_part(interval, position)?;
             let mut ops = Vec::new();
             let intent = self.member_ops(work, &started, position, &mut ops);
             trim_ops(&started, position, &mut ops);
-            content.add(position, intent.undo_objects(), self.undo_bytes(work, position));
+            content.add(started.change, position, &intent, self.undo_bytes(work, position));
             let StartedChange { change, settled, place, .. } = started;
             let mut entries = notes.clone();
             entries.push(StoredIntent { change, settled, place, intent }.entry());
@@ -313,7 +333,10 @@ impl Group {
             left.retain(|used| !(is_used && *used == index));
             if let Undo::Restore { saved, .. } = &undo {
                 if is_used {
-                    ops.push(Op::Truncate { oid: keep.clone(), size: 0 });
+                    ops.push(match started.before.has_renamed() {
+                        true => Op::Remove { oid: keep.clone() },
+                        false => Op::Truncate { oid: keep.clone(), size: 0 },
+                    });
                 }
                 ops.extend(save_ranges(oid, started.place, index, saved));
             }

@@ -115,7 +115,7 @@ pub(crate) struct Apply<'a> {
     /// The onodes that the transaction has looked up, by their keys.
     onodes: BTreeMap<Bytes, KnownOnode>,
     /// Leaves by object number and leaf number, and whether they were changed.
-    leaves: BTreeMap<(u64, u64), (Box<MapLeaf>, bool)>,
+    leaves: BTreeMap<(u64, u64), (MapLeaf, bool)>,
     /// The objects that the transaction has looked up, by object number.
     owners: BTreeMap<u64, Owner>,
     /// Pages of reference counts, each with its stored value before the transaction.

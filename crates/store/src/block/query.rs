@@ -171,19 +171,20 @@ impl Core {
                 0 if !onode.leaf.is_empty() => Ok(Some(onode.leaf.clone())),
                 _ => self.view.get(loaded, &key::leaf(onode.nid, number)),
             };
-            let leaf = match stored {
+            let start = number * LEAF_BLOCKS;
+            let (from, to) = (first.max(start) - start, end.min(start + LEAF_BLOCKS) - start);
+            let limit = self.superblock.data_blocks();
+            let places = match stored {
                 Err(need) => {
                     needs.push(need);
                     continue;
                 }
-                Ok(None) => MapLeaf::default(),
-                Ok(Some(bytes)) => match MapLeaf::decode(&bytes, self.superblock.data_blocks()) {
-                    Ok(leaf) => leaf,
-                    Err(error) => return Ok(Err(error)),
-                },
+                Ok(bytes) => MapLeaf::decode_part(&bytes.unwrap_or_default(), limit, from, to),
             };
-            let start = number * LEAF_BLOCKS;
-            map.extend(leaf.places(first.max(start) - start, end.min(start + LEAF_BLOCKS) - start));
+            match places {
+                Ok(places) => map.extend(places),
+                Err(error) => return Ok(Err(error)),
+            }
         }
         if needs.is_empty() { Ok(Ok(map)) } else { Err(needs) }
     }

@@ -33,10 +33,10 @@ impl Apply<'_> {
             match stored {
                 Ok(Some(bytes)) => {
                     let leaf = MapLeaf::decode(&bytes, self.context.data_blocks)?;
-                    self.leaves.insert((nid, number), (Box::new(leaf), false));
+                    self.leaves.insert((nid, number), (leaf, false));
                 }
                 Ok(None) => {
-                    self.leaves.insert((nid, number), (Box::default(), false));
+                    self.leaves.insert((nid, number), (MapLeaf::default(), false));
                 }
                 Err(Stop::Need(needs)) => missing.extend(needs),
                 Err(stop) => return Err(stop),
