@@ -144,7 +144,7 @@ fn repair_damaged(group: &Rc<Group>) {
 
 /// Starts a task that removes the undo objects of finished transactions, if they take much space.
 fn trim_if_large(group: &Rc<Group>) {
-    if !group.is_trim_due.take() {
+    if !group.intents.borrow().should_trim() {
         return;
     }
     let group = Rc::clone(group);

@@ -212,7 +212,8 @@ impl CatchUp<'_> {
 
     /// Place of the intent that has the undo object, and the object's index in it.
     fn keep(changes: &ObjectChanges) -> (IntentPlace, usize) {
-        changes.first.map_or((IntentPlace::Slot(0), 0), |(_, place, index)| (place, index))
+        let (_, place, index) = changes.first.expect("a change has touched the object");
+        (place, index)
     }
 
     /// Replaces the whole object, which may exist on the member (`is_there`).

@@ -4,7 +4,7 @@
 //! own type: [`Calls`], [`Intervals`], [`Intents`], [`Terms`], [`Objects`], [`Stages`],
 //! [`Damaged`], [`Receivers`], [`RebuildInProgress`], [`Obstacle`].
 
-use std::cell::{Cell, RefCell};
+use std::cell::RefCell;
 use std::rc::Rc;
 use std::time::Duration;
 
@@ -119,8 +119,6 @@ pub struct Group {
     pub(crate) damaged: Damaged,
     pub(crate) rebuilds: RebuildInProgress,
     pub(crate) obstacle: Obstacle,
-    /// Whether the slots must be trimmed, because the undo objects take much space.
-    pub(crate) is_trim_due: Cell<bool>,
     /// The task that trims the slots when the group is idle.
     pub(crate) idle_trim: TaskFlag,
     pub(crate) copy_turns: CopyTurns,
@@ -161,7 +159,6 @@ impl Group {
             damaged: Damaged::default(),
             rebuilds: RebuildInProgress::default(),
             obstacle: Obstacle::default(),
-            is_trim_due: Cell::new(false),
             idle_trim: TaskFlag::default(),
             copy_turns: CopyTurns::default(),
         })

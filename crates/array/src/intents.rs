@@ -15,9 +15,8 @@ const UNDO_MAX: u64 = 16 << 20;
 /// Maximum number of slots that one change trims, so that it delays other changes only briefly.
 const TRIM_MAX: usize = 8;
 
-/// The intents of an interval. This type is a state machine without I/O: its events are the start and
-/// the end of a change ([`start`](Self::start), [`end`](Self::end)), and the caller carries out the
-/// [`IntentActions`].
+/// The intents of an interval. This type is a state machine without I/O. Its events are the start and
+/// the end of a change ([`start`](Self::start), [`end`](Self::end)).
 #[derive(Debug, Default)]
 pub(crate) struct Intents {
     /// Number of the interval that these intents belong to.
@@ -57,15 +56,6 @@ pub(crate) enum IntentOutcome {
     Undecided { is_refused: bool },
 }
 
-/// What the group does when a change has ended.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(crate) struct IntentActions {
-    /// The interval ends, because the members disagree.
-    pub(crate) ends_interval: bool,
-    /// The group trims its slots, because the undo objects take much space.
-    pub(crate) trims: bool,
-}
-
 impl Intents {
     /// Creates the intents of an interval.
     pub(crate) fn new(interval: u64, sequence: Sequence, slots: Slots, dirty: DirtyNotes) -> Intents {
@@ -85,6 +75,11 @@ impl Intents {
     /// Whether the next change may start, because its slot is free.
     pub(crate) fn may_start(&self) -> bool {
         self.sequence.may_start() && !self.trimming.contains(&IntentPlace::of(self.sequence.next()))
+    }
+
+    /// Whether the group should trim its slots now, because the undo objects take much space.
+    pub(crate) fn should_trim(&self) -> bool {
+        self.slots.bytes() > UNDO_MAX && self.trimming.is_empty() && self.can_trim()
     }
 
     /// Whether undo objects of settled changes can be trimmed.
@@ -133,13 +128,9 @@ impl Intents {
         StartedChange { trims, ..started }
     }
 
-    /// Ends a change, which has put `content` into its slot if it was committed.
-    pub(crate) fn end(
-        &mut self,
-        started: StartedChange,
-        content: SlotContent,
-        outcome: IntentOutcome,
-    ) -> IntentActions {
+    /// Ends a change, which has put `content` into its slot if it was committed. If the change is
+    /// undecided, the interval must end.
+    pub(crate) fn end(&mut self, started: StartedChange, content: SlotContent, outcome: IntentOutcome) {
         let StartedChange { change, place, before, trims, dirty, is_slot_empty, .. } = started;
         self.trimming.retain(|place| !trims.iter().any(|(trimmed, _)| trimmed == place));
         match outcome {
@@ -156,11 +147,8 @@ impl Intents {
             }
             IntentOutcome::Undecided { is_refused } => {
                 self.sequence.leave_undecided(change, is_refused);
-                return IntentActions { ends_interval: true, trims: false };
             }
         }
-        let trims = self.slots.bytes() > UNDO_MAX && self.trimming.is_empty() && self.can_trim();
-        IntentActions { ends_interval: false, trims }
     }
 }
 
@@ -192,9 +180,9 @@ mod tests {
         intents.start([].into_iter())
     }
 
-    fn commit(intents: &mut Intents, started: StartedChange, bytes: u64) -> IntentActions {
+    fn commit(intents: &mut Intents, started: StartedChange, bytes: u64) {
         let content = content(started.change, bytes);
-        intents.end(started, content, IntentOutcome::Committed)
+        intents.end(started, content, IntentOutcome::Committed);
     }
 
     #[test]
@@ -209,8 +197,7 @@ mod tests {
         assert_eq!((refused.before.undo_objects(0), refused.dirty.len()), (&[0][..], 1));
         assert_eq!((intents.undo_objects(), intents.dirty().oids().len()), (127, 1));
         let content = content(refused.change, 5);
-        let actions = intents.end(refused, content, IntentOutcome::Refused);
-        assert_eq!(actions, IntentActions::default());
+        intents.end(refused, content, IntentOutcome::Refused);
         assert_eq!((intents.undo_objects(), intents.dirty().oids().len()), (128, 0));
     }
 
@@ -218,10 +205,13 @@ mod tests {
     fn a_trim_takes_no_change_that_is_not_settled() {
         let mut intents = intents();
         let [first, second] = [(); 2].map(|()| start(&mut intents));
-        assert!(!commit(&mut intents, second, UNDO_MAX + 1).trims && !intents.can_trim());
+        commit(&mut intents, second, UNDO_MAX + 1);
+        assert!(!intents.can_trim() && !intents.should_trim());
         assert_eq!(intents.start_trim().trims, [], "an earlier change is in progress");
-        assert!(commit(&mut intents, first, 1).trims);
+        commit(&mut intents, first, 1);
+        assert!(intents.should_trim());
         assert_eq!(intents.start_trim().trims.len(), 2);
+        assert!(!intents.should_trim());
     }
 
     #[test]
@@ -234,8 +224,7 @@ mod tests {
         let trim = intents.start_trim();
         assert_eq!((trim.trims.len(), intents.undo_objects()), (TRIM_MAX, 127 - TRIM_MAX));
         assert!(!intents.may_start(), "the slot of the next change is being trimmed");
-        let other = IntentOutcome::Refused;
-        assert_eq!(intents.end(trim, SlotContent::default(), other), IntentActions::default());
+        intents.end(trim, SlotContent::default(), IntentOutcome::Refused);
         assert_eq!(intents.undo_objects(), 127, "a refused trim has removed nothing");
         let trim = intents.start_trim();
         let content = SlotContent::new(trim.change);
@@ -244,12 +233,13 @@ mod tests {
     }
 
     #[test]
-    fn an_undecided_change_ends_the_interval() {
+    fn no_later_change_is_trimmed_after_an_undecided_one() {
         let mut intents = intents();
-        let started = start(&mut intents);
+        let [undecided, later] = [(); 2].map(|()| start(&mut intents));
         let outcome = IntentOutcome::Undecided { is_refused: true };
-        assert!(intents.end(started, SlotContent::default(), outcome).ends_interval);
-        assert_eq!(intents.sequence().refused().len(), 1);
+        intents.end(undecided, SlotContent::default(), outcome);
+        commit(&mut intents, later, 1);
+        assert_eq!((intents.sequence().refused().len(), intents.can_trim()), (1, false));
     }
 
     #[derive(Debug, Clone)]
@@ -310,7 +300,6 @@ mod tests {
                     Event::End(..) => {}
                 }
             }
-            // In the order of their numbers, because the test ignores the order on the members.
             for (started, _) in open {
                 intents.end(started, SlotContent::default(), IntentOutcome::Refused);
             }

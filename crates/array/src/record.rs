@@ -18,9 +18,9 @@
 //! the undo objects of such changes still do. They count as changes of term 0.
 //!
 //! A change with number *n* stores its intent in slot *n* modulo [`SLOTS`], and replaces the intent of
-//! an earlier change, which is settled. So no op removes intents, and the intents of settled changes
-//! remain until they are replaced. A member has the settled change of its newest intent, of `t`, and
-//! ignores the intents up to this change.
+//! an earlier change, which is settled. The intents of settled changes remain until they are replaced
+//! or trimmed. The highest change that `t` or an intent calls settled counts: a member ignores its
+//! intents up to this change.
 //!
 //! A transaction copies the data that it overwrites to an undo object, which belongs to the slot. If
 //! only some members commit the transaction, those members restore the old data from the undo object.

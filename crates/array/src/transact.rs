@@ -9,7 +9,7 @@ use store::{ObjectId, Op, StoreCalls, StoreError, Transaction};
 
 use crate::answers::{MemberAnswers, TransactionFailure};
 use crate::group::Group;
-use crate::intents::{IntentActions, IntentOutcome, Intents, StartedChange};
+use crate::intents::{IntentOutcome, Intents, StartedChange};
 use crate::interval::{Interval, over};
 use crate::member_link::MemberLink;
 use crate::objects::{ObjectAccess, ObjectPlace, Rows};
@@ -384,9 +384,8 @@ impl Group {
         }
         // A later interval has its own intents, which reflect the outcome of this transaction.
         if self.intents.borrow().interval() == interval.number {
-            let actions = self.intents.borrow_mut().end(started, content, ended);
+            self.intents.borrow_mut().end(started, content, ended);
             self.change_ended.notify_waiters();
-            self.act(interval, actions);
         }
         let Err(failed) = outcome else { return Ok(()) };
         work.iter().flat_map(|one| one.place.as_ref()).for_each(ObjectPlace::forget);
@@ -400,15 +399,6 @@ impl Group {
                 Ok(_) => Err(over(interval.number)),
                 Err(e) => Err(StoreError::Disconnected(e.to_string())),
             },
-        }
-    }
-
-    fn act(&self, interval: &Interval, actions: IntentActions) {
-        if actions.ends_interval {
-            self.end_interval(interval);
-        }
-        if actions.trims {
-            self.is_trim_due.set(true);
         }
     }
 

@@ -149,16 +149,10 @@ pub(crate) fn save_ranges(
     ranges: &[(u64, u64)],
 ) -> impl Iterator<Item = Op> {
     let keep = place.undo_object(index);
-    place.saved_at(ranges).map(move |(at, kept_at, len)| Op::CloneRange {
-        src: oid.clone(),
-        dst: keep.clone(),
-        src_offset: at,
-        len,
-        dst_offset: kept_at,
-    })
+    place.saved_at(ranges).map(move |(at, kept_at, len)| clone_range((oid, at), (&keep, kept_at), len))
 }
 
-/// Copies the ranges of an undo object back to its object.
+/// Copies ranges of an undo object back to its object.
 fn restore_ranges(
     oid: &ObjectId,
     place: IntentPlace,
@@ -166,11 +160,9 @@ fn restore_ranges(
     ranges: &[(u64, u64)],
 ) -> impl Iterator<Item = Op> {
     let keep = place.undo_object(index);
-    place.saved_at(ranges).map(move |(at, kept_at, len)| Op::CloneRange {
-        src: keep.clone(),
-        dst: oid.clone(),
-        src_offset: kept_at,
-        len,
-        dst_offset: at,
-    })
+    place.saved_at(ranges).map(move |(at, kept_at, len)| clone_range((&keep, kept_at), (oid, at), len))
+}
+
+fn clone_range((src, src_offset): (&ObjectId, u64), (dst, dst_offset): (&ObjectId, u64), len: u64) -> Op {
+    Op::CloneRange { src: src.clone(), dst: dst.clone(), src_offset, len, dst_offset }
 }

@@ -172,13 +172,17 @@ impl HotLane {
         }
     }
 
-    async fn read(&mut self, reads_block: bool) {
+    /// Reads the block or the entry, and checks it. Returns false if it cannot be read.
+    async fn read(&mut self, reads_block: bool) -> bool {
         let began = Instant::now();
         let judged = match reads_block {
             true => match self.object.get_range(self.number * BLOCK, BLOCK).await {
                 Ok(data) => number_in(&data).and_then(|number| self.ledger.read_block(number)),
-                Err(Error::Node(NodeError::Changed { .. })) => Ok(()),
-                Err(error) => return self.failed("read", began, &error),
+                Err(Error::Node(NodeError::Changed { .. })) => return false,
+                Err(error) => {
+                    self.failed("read", began, &error);
+                    return false;
+                }
             },
             false => match self.object.omap_get(vec![self.key()]).await {
                 Ok(found) => {
@@ -188,23 +192,27 @@ impl HotLane {
                         Err(_) => Err(mixed("an entry is not a number".into())),
                     }
                 }
-                Err(error) => return self.failed("lookup", began, &error),
+                Err(error) => {
+                    self.failed("lookup", began, &error);
+                    return false;
+                }
             },
         };
         self.record.success("read hot");
         self.judge(judged);
+        true
     }
 
     async fn run(mut self, context: WriterContext, mut random: SmallRng) -> HotLane {
         while !self.record.is_over() {
             {
                 let _open = context.gate.read().await;
-                // Without a certain state, most changes would be refused.
-                let is_certain = self.ledger.reachable().len() == 1;
+                // A change that expects one of several values would often be refused.
+                let is_certain = self.ledger.possible.len() == 1;
                 match random.random_range(0..6) {
-                    0 => self.read(true).await,
-                    1 => self.read(false).await,
-                    _ if !is_certain => self.read(false).await,
+                    n if n < 2 || !is_certain => {
+                        self.read(n == 0).await;
+                    }
                     n => self.change(n < 4).await,
                 }
             }
@@ -246,10 +254,17 @@ fn name(number: u64) -> String {
 }
 
 /// Changes the hot objects until the round ends. Returns their lanes.
-pub async fn change_all(pool: CheckedPool, context: WriterContext, seed: u64) -> Vec<HotLane> {
+///
+/// # Errors
+/// If a task fails.
+pub async fn change_all(
+    pool: CheckedPool,
+    context: WriterContext,
+    seed: u64,
+) -> Result<Vec<HotLane>, String> {
     let mut running = Vec::new();
     for number in 0..OBJECTS * LANES {
-        let Ok(object) = pool.pool().object(&name(number % OBJECTS)) else { continue };
+        let object = pool.pool().object(&name(number % OBJECTS)).map_err(|error| error.to_string())?;
         let record = Arc::clone(&context.record);
         let lane = HotLane { object, number: number / OBJECTS, ledger: LaneLedger::new(), record };
         let random = SmallRng::seed_from_u64(seed.wrapping_mul(37).wrapping_add(number));
@@ -257,19 +272,25 @@ pub async fn change_all(pool: CheckedPool, context: WriterContext, seed: u64) ->
     }
     let mut lanes = Vec::new();
     for lane in running {
-        lanes.extend(lane.await);
+        lanes.push(lane.await.map_err(|error| error.to_string())?);
     }
-    lanes
+    Ok(lanes)
 }
 
-/// Checks the last state of each lane.
-pub async fn check(lanes: &mut [HotLane], pool: &CheckedPool) {
+/// Checks the last state of each lane. Repeats failed reads, until a failure breaks a promise.
+///
+/// # Errors
+/// If an object has no valid name.
+pub async fn check(lanes: &mut [HotLane], pool: &CheckedPool) -> client::Result<()> {
     for lane in lanes {
-        let Ok(object) = pool.pool().object(&name_of(&lane.object)) else { continue };
-        lane.object = object;
-        lane.read(false).await;
-        lane.read(true).await;
+        lane.object = pool.pool().object(&name_of(&lane.object))?;
+        for reads_block in [false, true] {
+            while !lane.record.is_violated() && !lane.read(reads_block).await {
+                tokio::time::sleep(Duration::from_millis(200)).await;
+            }
+        }
     }
+    Ok(())
 }
 
 fn name_of(object: &Object) -> String {

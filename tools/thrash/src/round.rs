@@ -205,8 +205,14 @@ pub fn run(
     groups.iter_mut().for_each(|group| group.finish(Duration::from_secs(10)));
     let _ = runtime.handle.block_on(async { tokio::time::timeout(CHECK_TIMEOUT, readers).await });
     let lanes = runtime.handle.block_on(async { tokio::time::timeout(2 * CHECK_TIMEOUT, lanes).await });
-    let mut lanes =
-        lanes.map_err(|_| "the tasks of the hot objects do not end")?.map_err(|e| e.to_string())?;
+    let mut lanes = match lanes {
+        Ok(lanes) => lanes.map_err(|error| error.to_string())??,
+        Err(_) => {
+            let text = "calls on the hot objects were not answered in time".to_owned();
+            record.violated(None, BrokenReport { promise: BrokenPromise::Unavailable, text });
+            Vec::new()
+        }
+    };
     if !record.is_violated()
         && !stop.load(Ordering::Relaxed)
         && let Err(error) = last_checks(&runtime.handle, &checks, &record, &mut injector, &mut lanes)
@@ -306,7 +312,7 @@ fn last_checks(
     lanes: &mut [HotLane],
 ) -> Result<(), InjectError> {
     check_objects(runtime, pool, record);
-    runtime.block_on(hot::check(lanes, pool));
+    runtime.block_on(hot::check(lanes, pool)).map_err(|error| InjectError::NotPossible(error.to_string()))?;
     injector.empty_at_last()?;
     injector.await_whole()?;
     record.note("the redundancy is complete");
