@@ -13,7 +13,7 @@ use base::mem::Arena;
 use base::pool::BufferPool;
 use bytes::Bytes;
 use futures::future::LocalBoxFuture;
-use store::stripes::{EngineOptions, Engines, LocalStripes};
+use store::stripes::{EngineOptions, Engines, LocalStoreSet};
 use store::{
     CollectionId, MemStore, ObjectId, ObjectStore, Op, ReadData, Result, StoreCalls, StoreError, StoreFuture,
     StoreReply, StoreRequest, Submit, Transaction, WriteSource, conformance,
@@ -187,7 +187,7 @@ async fn group_over(
     let members: Vec<(Uuid, Arc<dyn ObjectStore>)> =
         stores.into_iter().map(|store| (Uuid::new_v4(), store)).collect();
     let engines = Arc::new(Engines::start(EngineOptions::default(), None).unwrap());
-    let stripes = Arc::new(LocalStripes::new(members.clone(), engines));
+    let stripes = Arc::new(LocalStoreSet::new(members.clone(), engines));
     let ranked: Vec<usize> = (0..members.len()).collect();
     let target = |(uuid, store)| {
         Rc::new(TestTarget { uuid, store, is_usable: Cell::new(true), generation: Cell::new(0) })

@@ -6,11 +6,14 @@
 //! fails after the timeout `patience`. The caller may retry it.
 
 use std::cell::RefCell;
-use std::pin::pin;
+use std::future::poll_fn;
+use std::pin::{Pin, pin};
 use std::rc::Rc;
+use std::task::Poll;
 use std::time::Duration;
 
 use bytes::Bytes;
+use futures::future::{MaybeDone, join_all, maybe_done};
 use futures::stream::{FuturesUnordered, StreamExt};
 use store::{CollectionId, ObjectId, StoreCalls, StoreError, Transaction};
 use tokio::time::Instant;
@@ -18,6 +21,10 @@ use tokio::time::Instant;
 use crate::member::Member;
 use crate::member_link::MemberLink;
 
+/// Time after the start of calls on several members, during which the group only waits for answers.
+const PROMPT: Duration = Duration::from_millis(50);
+/// Why a call that has ended has an output.
+const NOT_TAKEN: &str = "the output was not taken before";
 /// Number of omap entries read per call.
 const PAGE: usize = 1024;
 
@@ -66,12 +73,48 @@ impl Calls {
         link: &MemberLink,
         call: impl Future<Output = store::Result<T>>,
     ) -> store::Result<T> {
+        self.answer_since(Instant::now(), link, call).await
+    }
+
+    /// Waits for the answers to calls that were made at the same time, as [`answer`](Self::answer)
+    /// does.
+    pub(crate) async fn answers<F>(&self, calls: Vec<(MemberLink, F)>) -> Vec<(MemberLink, F::Output)>
+    where
+        F: Future<Output = store::Result<()>> + Unpin,
+    {
         let began = Instant::now();
+        let (links, calls): (Vec<MemberLink>, Vec<F>) = calls.into_iter().unzip();
+        let mut calls: Vec<MaybeDone<F>> = calls.into_iter().map(maybe_done).collect();
+        let all = poll_fn(|cx| {
+            let is_done = |call: &mut MaybeDone<F>| Pin::new(call).poll(cx).is_ready();
+            let open = calls.iter_mut().map(is_done).filter(|is_done| !is_done).count();
+            if open == 0 { Poll::Ready(()) } else { Poll::Pending }
+        });
+        // Nearly all calls end promptly. One timer is enough for them.
+        let has_slow = links.iter().any(|link| link.target.is_slow());
+        let prompt = PROMPT.min(self.member_timeout);
+        if !has_slow && tokio::time::timeout(prompt, all).await.is_ok() {
+            let answers = calls.iter_mut().map(|call| Pin::new(call).take_output());
+            return links.into_iter().zip(answers.map(|answer| answer.expect(NOT_TAKEN))).collect();
+        }
+        let answer = async |(link, call): (MemberLink, MaybeDone<F>)| {
+            let answer = self.answer_since(began, &link, output(call)).await;
+            (link, answer)
+        };
+        join_all(links.into_iter().zip(calls).map(answer)).await
+    }
+
+    async fn answer_since<T>(
+        &self,
+        began: Instant,
+        link: &MemberLink,
+        call: impl Future<Output = store::Result<T>>,
+    ) -> store::Result<T> {
         let mut call = pin!(call);
         tokio::select! {
             biased;
             answer = &mut call => return answer,
-            () = tokio::time::sleep(self.member_timeout) => {}
+            () = tokio::time::sleep_until(began + self.member_timeout) => {}
             () = link.target.until_slow() => {}
         }
         tokio::select! {
@@ -175,6 +218,13 @@ impl Calls {
         }
         StoreError::Disconnected(format!("{e}; {}", tried.join("; ")))
     }
+}
+
+/// Waits for a call. Its output must not have been taken.
+async fn output<F: Future + Unpin>(mut call: MaybeDone<F>) -> F::Output {
+    let mut call = Pin::new(&mut call);
+    call.as_mut().await;
+    call.take_output().expect(NOT_TAKEN)
 }
 
 /// The error of a call on a member that does not answer.

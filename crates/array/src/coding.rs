@@ -27,7 +27,7 @@ use ec::offload::worker::Worker;
 use ec::{CheckedUnit, Code, EcError};
 use futures::future::join;
 use store::stripes::{
-    Engines, FragmentBuf, FragmentBytes, Parity, ParityDevice, StripeError, StripeStores, StripeWrite,
+    Engines, FragmentBuf, FragmentBytes, Parity, ParityDevice, StoreSet, StripeError, StripeWrite,
 };
 use store::{StageId, StoreError};
 use tokio::sync::oneshot;
@@ -76,7 +76,7 @@ pub enum StripesAt {
     /// engines: one thread on the host's processor.
     Here(Option<Arc<Engines>>),
     /// The stores are called through this interface.
-    There(Arc<dyn StripeStores>),
+    There(Arc<dyn StoreSet>),
 }
 
 impl std::fmt::Debug for StripesAt {
@@ -116,7 +116,7 @@ pub(crate) struct StripeBatch {
 
 /// Chooses where the parity of a coding task is computed, and writes the fragments to the members.
 pub struct CodingDispatcher {
-    stores: Arc<dyn StripeStores>,
+    stores: Arc<dyn StoreSet>,
     scheduler: Scheduler,
     offload: Option<CodingOffload>,
     software: Worker,
@@ -134,7 +134,7 @@ impl CodingDispatcher {
     /// If the system cannot create another thread.
     pub fn start(
         config: &CodingConfig,
-        stores: Arc<dyn StripeStores>,
+        stores: Arc<dyn StoreSet>,
         is_emulated: bool,
     ) -> std::io::Result<Rc<CodingDispatcher>> {
         let queue = config.queue.max(1);
@@ -168,6 +168,11 @@ impl CodingDispatcher {
             last_task: Cell::new(Instant::now()),
             is_emulated,
         }))
+    }
+
+    /// The stores of the targets.
+    pub(crate) fn stores(&self) -> &dyn StoreSet {
+        &*self.stores
     }
 
     /// Maximum size in bytes of all fragments together in one staging call.

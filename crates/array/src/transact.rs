@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::rc::Rc;
 
 use bytes::Bytes;
-use futures::future::join_all;
+use store::stripes::TargetTransaction;
 use store::{ObjectId, Op, StoreCalls, StoreError, Transaction};
 
 use crate::answers::{MemberAnswers, TransactionFailure};
@@ -408,16 +408,15 @@ impl Group {
         &self,
         transactions: Vec<Option<(MemberLink, Transaction)>>,
     ) -> Vec<(MemberLink, store::Result<()>)> {
-        let queue = |(link, transaction): (MemberLink, Transaction)| {
-            let queued = link.target.store().queue_transaction_in(link.incarnation, transaction);
-            (link, queued)
+        let (links, transactions): (Vec<MemberLink>, Vec<Transaction>) =
+            transactions.into_iter().flatten().unzip();
+        let of_target = |(link, transaction): (&MemberLink, Transaction)| {
+            let (uuid, incarnation) = (link.target.uuid(), Some(link.incarnation));
+            TargetTransaction { uuid, incarnation, transaction }
         };
-        let queued: Vec<_> = transactions.into_iter().flatten().map(queue).collect();
-        let outcomes = queued.into_iter().map(|(link, queued)| async move {
-            let outcome = self.calls.answer(&link, queued).await;
-            (link, outcome)
-        });
-        join_all(outcomes).await
+        let transactions = links.iter().zip(transactions).map(of_target).collect();
+        let replies = self.coding.stores().queue_transactions(transactions);
+        self.calls.answers(links.into_iter().zip(replies.into_iter().map(store::done)).collect()).await
     }
 
     /// Determines the outcome of a transaction of the array from the answers of the members.

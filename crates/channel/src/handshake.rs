@@ -29,7 +29,7 @@ use crate::ofi::OfiOffer;
 use crate::{ChannelError, Doorbell, EntryHeader, EntryKind, HEADER_LEN, MemoryLayout, Result, Ringer};
 
 /// Version of the channel's protocol.
-pub const VERSION: u16 = 9;
+pub const VERSION: u16 = 10;
 /// Maximum length of a handshake frame, in bytes.
 const MAX_HANDSHAKE: usize = 64 << 10;
 /// Interval of the keepalive probes to a silent TCP peer.

@@ -103,7 +103,7 @@ impl Backend {
             placement: Placement::Dpu,
             engine: attachment.engine().name().to_owned(),
             emulated: attachment.engine().is_emulated(),
-            stripes: StripesAt::There(attachment.stripes()),
+            stripes: StripesAt::There(attachment.store_set()),
             attachment: Some(attachment),
         })
     }

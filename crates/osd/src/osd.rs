@@ -9,7 +9,7 @@ use std::time::Duration;
 use array::{Array, CodingDispatcher, Group, GroupOptions, Member, Pace, StripesAt};
 use base::pool::BufferPool;
 use messenger::{Admissions, Connection};
-use store::stripes::{EngineOptions, Engines, LocalStripes, StripeStores};
+use store::stripes::{EngineOptions, Engines, LocalStoreSet, StoreSet};
 use store::{AbsentStore, ObjectStore};
 use tokio::sync::Mutex;
 use uuid::Uuid;
@@ -79,15 +79,15 @@ pub(crate) struct Osd {
     pub(crate) witness: Rc<NodeWitness>,
 }
 
-/// Returns the component that writes stripes to these targets.
-fn stripe_stores(config: &OsdConfig, targets: &[Rc<Target>]) -> Result<Arc<dyn StripeStores>, StartError> {
+/// Returns the stores of these targets, for calls that concern several of them.
+fn store_set(config: &OsdConfig, targets: &[Rc<Target>]) -> Result<Arc<dyn StoreSet>, StartError> {
     let engines = match &config.coding.stripes {
         StripesAt::There(stores) => return Ok(Arc::clone(stores)),
         StripesAt::Here(Some(engines)) => Arc::clone(engines),
         StripesAt::Here(None) => Arc::new(Engines::start(EngineOptions::default(), None)?),
     };
     let stores = targets.iter().map(|target| (target.uuid, Arc::clone(&target.store)));
-    Ok(Arc::new(LocalStripes::new(stores.collect(), engines)))
+    Ok(Arc::new(LocalStoreSet::new(stores.collect(), engines)))
 }
 
 /// Returns a target that belongs to the node, but that the osd has no store for.
@@ -135,8 +135,7 @@ impl Osd {
         let age = Age::begin(&targets, &witness, config.target_timeout).await?;
         let is_missing = |target: &Rc<Target>| target.failure().is_some();
         let epoch_step = if targets.iter().any(is_missing) { MISSING_STEP } else { 0 };
-        let coding =
-            CodingDispatcher::start(&config.coding, stripe_stores(&config, &targets)?, config.emulated)?;
+        let coding = CodingDispatcher::start(&config.coding, store_set(&config, &targets)?, config.emulated)?;
         let osd = Osd {
             coding,
             staging,

@@ -13,7 +13,7 @@ use wire::{OffloadState, OffloadStatus};
 
 use crate::options::{AttachmentOptions, DmaTuning, StoreEndpoint};
 use crate::proxy_store::ProxyStore;
-use crate::proxy_stripes::ProxyStripes;
+use crate::proxy_store_set::ProxyStoreSet;
 use crate::shared::{AttachmentHandle, Shared};
 use crate::supervise::supervise;
 
@@ -104,10 +104,10 @@ impl Attachment {
         Arc::new(ProxyStore::new(Arc::clone(&self.handle), index as u16))
     }
 
-    /// Access to all targets together, for calls that write to several targets.
+    /// All targets together, for calls that concern several of them.
     #[must_use]
-    pub fn stripes(&self) -> Arc<ProxyStripes> {
-        Arc::new(ProxyStripes::new(Arc::clone(&self.handle)))
+    pub fn store_set(&self) -> Arc<ProxyStoreSet> {
+        Arc::new(ProxyStoreSet::new(Arc::clone(&self.handle)))
     }
 
     /// Staging buffers in DPU memory. Payload in these buffers is not copied on its way to the

@@ -7,8 +7,11 @@ use base::clock::Instant;
 use store::StoreError;
 use tokio::sync::oneshot;
 
+use crate::messages::CallAnswer;
 use crate::shared::AttachmentHandle;
-use crate::store_channel::{AnswerTo, CallAnswered, CallError, Delivered, StoreChannel};
+use crate::store_channel::{
+    AnswerTo, CallAnswered, CallError, Delivered, StoreChannel, SubmittedTransaction,
+};
 
 /// The receiver of a call's answer.
 pub(crate) type Answers = oneshot::Receiver<CallAnswered>;
@@ -31,9 +34,26 @@ pub(crate) fn start(
     answers
 }
 
+/// Passes transactions of different targets to the current store channel, or queues them for the next
+/// store channel. Their positions in the order of calls are fixed when this function returns.
+pub(crate) fn submit(handle: &AttachmentHandle, mut transactions: Vec<SubmittedTransaction>) {
+    handle.shared.with_store_channel(move |store_channel| match store_channel {
+        Ok(store_channel) => store_channel.transactions(transactions),
+        Err(e) => transactions.iter_mut().for_each(|one| one.fail(e.clone())),
+    });
+}
+
 /// Waits for an answer.
 pub(crate) async fn answer_of(answers: impl Future<Output = Received>) -> CallAnswered {
     answers.await.unwrap_or_else(|_| Err(CallError::Lost("the attachment was dropped".into())))
+}
+
+/// Waits for a call that returns no data.
+pub(crate) async fn done(answers: Answers) -> Result<(), StoreError> {
+    match answer_of(answers).await?.answer {
+        CallAnswer::Done => Ok(()),
+        _ => Err(unexpected()),
+    }
 }
 
 /// Retry deadline of a call issued now.

@@ -70,6 +70,31 @@ impl Stripes {
     }
 }
 
+/// Maximum number of transactions in one request.
+pub(crate) const MAX_PARTS: usize = 16;
+
+/// The transaction of one target.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct TransactionPart {
+    /// Index of the target.
+    pub(crate) target: u16,
+    /// The transaction's number on its target, minus 1.
+    pub(crate) after: u64,
+    /// Number of the encoded transaction. Several targets may execute the same transaction.
+    pub(crate) encoding: u16,
+}
+
+/// Transactions of different targets.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct TransactionParts {
+    pub(crate) parts: Vec<TransactionPart>,
+    /// Length of each encoded transaction, in bytes.
+    pub(crate) lengths: Vec<u32>,
+    /// CRC-32C of the encoded transactions if they are in a range. An entry's control data has its
+    /// own checksum.
+    pub(crate) control_crc: u32,
+}
+
 /// One request to a store, as encoded in the channel.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum StoreCall {
@@ -86,14 +111,12 @@ pub(crate) enum StoreCall {
     StageRelease {
         stage: u64,
     },
-    /// A transaction. Normally the encoded transaction follows the call, and `place` locates its
-    /// data. If nothing follows the call, the encoded transaction is at the start of the range,
-    /// with length `control_len`, and its data starts on the next page.
-    Transaction {
-        control_len: u32,
-        /// CRC-32C of the encoded transaction if it is in a range. An entry's control data has its
-        /// own checksum.
-        control_crc: u32,
+    /// One transaction on each of several targets; the header's target and number are ignored.
+    /// Normally the encoded transactions follow the call, and `place` locates their data. If nothing
+    /// follows the call, the encoded transactions are at the start of the range, and their data
+    /// starts on the next page.
+    Transactions {
+        transactions: TransactionParts,
         place: PayloadPlace,
     },
     Read {
@@ -165,6 +188,9 @@ pub(crate) enum CallAnswer {
     Query(QueryReply),
     Collections(Vec<CollectionId>),
     Space(Space),
+    /// The outcome of each transaction of the call. `None` if the outcome is in another answer to
+    /// the call: an earlier answer, or a later one because the target is slower than the others.
+    Transactions(Vec<Option<Result<(), StoreError>>>),
     /// The payload arrived damaged. The host has not executed the call.
     Damaged,
     /// Bytes taken from the inbound ring and bytes put into the outbox, since the rings were

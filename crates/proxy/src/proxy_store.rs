@@ -13,10 +13,12 @@ use store::{
 };
 use tokio::sync::oneshot;
 
-use crate::calls::{Answers, Received, answer_of, deadline, retrying, start, unexpected};
+use crate::calls::{Answers, Received, deadline, done, retrying, start, submit, unexpected};
 use crate::messages::{CallAnswer, StoreCall, unpack_checksums};
 use crate::shared::AttachmentHandle;
-use crate::store_channel::{AnswerTo, AnswerUse, CallAnswered, CallError, Delivered, ReadCall, StoreChannel};
+use crate::store_channel::{
+    AnswerTo, AnswerUse, CallAnswered, Delivered, ReadCall, StoreChannel, SubmittedTransaction,
+};
 
 /// One target of a store process, as the osd uses it.
 ///
@@ -72,14 +74,6 @@ fn release(handle: &AttachmentHandle, target: u16, stage: StageId) {
             store_channel.stage_release(target, stage);
         }
     });
-}
-
-/// Waits for a call that returns no data.
-async fn done(answers: Answers) -> Result<()> {
-    match answer_of(answers).await?.answer {
-        CallAnswer::Done => Ok(()),
-        _ => Err(unexpected()),
-    }
 }
 
 /// The part of a read that one request covers.
@@ -252,14 +246,9 @@ impl ProxyStore {
         if let Err(e) = transaction.validate() {
             return ready(Err(e));
         }
-        let answers = self.start(move |store_channel, target, answer_to| match incarnation {
-            Some(incarnation) if incarnation != store_channel.incarnation => {
-                let over = CallError::Lost(format!("incarnation {incarnation} has ended"));
-                // The caller may have been cancelled; ignore the error.
-                drop(answer_to.send(Err(over)));
-            }
-            _ => store_channel.transaction(target, &transaction, answer_to),
-        });
+        let (answer_to, answers) = oneshot::channel();
+        let (target, answer_to) = (self.target, Some(answer_to));
+        submit(&self.handle, vec![SubmittedTransaction { target, incarnation, transaction, answer_to }]);
         Box::pin(async move { done(answers).await.map(StoreReply::from) })
     }
 }

@@ -9,17 +9,24 @@ use base::block::Payload;
 use bytes::{Buf, Bytes};
 use store::{CollectionId, ObjectId, Op, Result, StageId, StoreError, Transaction, WriteSource};
 
-/// An encoded transaction.
+/// The encodings of the transactions of one call. Members of a mirror execute equal transactions,
+/// and members of other arrays may write equal payload. Equal transactions that follow one another
+/// therefore share one encoding, and equal payload at the same place of two transactions that follow
+/// one another is sent once.
 #[derive(Debug, Default)]
-pub(crate) struct EncodedTransaction {
-    /// The encoding without the payload.
+pub(crate) struct EncodedTransactions {
+    /// The encodings without the payload, one after the other.
     pub(crate) control: Vec<u8>,
+    /// Length of each encoding in `control`, in bytes.
+    pub(crate) lengths: Vec<u32>,
     /// Pieces of payload, each with its offset in the data section, in bytes.
     pub(crate) data: Vec<(usize, Bytes)>,
     /// Length of the data section, in bytes.
     pub(crate) data_len: usize,
-    /// Stages that the transaction names, by their numbers on the osd's side.
+    /// Stages that the transactions name, by their numbers on the osd's side.
     pub(crate) stages: Vec<StageId>,
+    /// The payload of the transaction that was added last, and its offsets in the data section.
+    last_payload: Vec<(usize, Bytes)>,
 }
 
 /// Maximum number of ops in a transaction.
@@ -49,25 +56,39 @@ const SPLIT_COLLECTION: u8 = 21;
 const GUARD_XATTR: u8 = 22;
 const GUARD_OMAP: u8 = 23;
 
-/// Encodes a transaction. Each payload starts at a multiple of `align` in the data section.
-/// `stage_id` translates the osd's number of a stage into the host's number.
-///
-/// # Errors
-/// Fails if `stage_id` fails, if this version cannot express an op, or if there are too many ops.
-pub(crate) fn encode(
-    transaction: &Transaction,
-    align: usize,
-    mut stage_id: impl FnMut(StageId) -> Result<u64>,
-) -> Result<EncodedTransaction> {
-    check_ops(transaction.ops.len())?;
-    let mut out = TransactionEncoder { encoded: EncodedTransaction::default(), align };
-    out.bytes(transaction.collection.as_bytes());
-    out.u8(transaction.uses_reserve.into());
-    out.u32(transaction.ops.len() as u32);
-    for op in &transaction.ops {
-        out.op(op, &mut stage_id)?;
+impl EncodedTransactions {
+    /// Adds a transaction, and returns the number of its encoding. Each payload starts at a multiple
+    /// of `align` in the data section. `stage_id` translates the osd's number of a stage into the
+    /// host's number.
+    ///
+    /// # Errors
+    /// Fails if `stage_id` fails, if this version cannot express an op, or if there are too many
+    /// ops. The caller must then discard the encodings.
+    pub(crate) fn add(
+        &mut self,
+        transaction: &Transaction,
+        align: usize,
+        mut stage_id: impl FnMut(StageId) -> Result<u64>,
+    ) -> Result<usize> {
+        check_ops(transaction.ops.len())?;
+        let start = self.control.len();
+        let mut out = TransactionEncoder { encoded: self, payload: Vec::new(), align };
+        out.bytes(transaction.collection.as_bytes());
+        out.u8(transaction.uses_reserve.into());
+        out.u32(transaction.ops.len() as u32);
+        for op in &transaction.ops {
+            out.op(op, &mut stage_id)?;
+        }
+        self.last_payload = out.payload;
+        let (before, own) = self.control.split_at(start);
+        let last_len = self.lengths.last().map_or(0, |len| *len as usize);
+        if last_len > 0 && before.ends_with(own) && last_len == own.len() {
+            self.control.truncate(start);
+        } else {
+            self.lengths.push(own.len() as u32);
+        }
+        Ok(self.lengths.len() - 1)
     }
-    Ok(out.encoded)
 }
 
 fn check_ops(count: usize) -> Result<()> {
@@ -78,12 +99,14 @@ fn check_ops(count: usize) -> Result<()> {
     Err(StoreError::InvalidArgument(what))
 }
 
-struct TransactionEncoder {
-    encoded: EncodedTransaction,
+struct TransactionEncoder<'a> {
+    encoded: &'a mut EncodedTransactions,
+    /// The payload of the transaction so far.
+    payload: Vec<(usize, Bytes)>,
     align: usize,
 }
 
-impl TransactionEncoder {
+impl TransactionEncoder<'_> {
     fn u8(&mut self, v: u8) {
         self.encoded.control.push(v);
     }
@@ -120,7 +143,7 @@ impl TransactionEncoder {
     }
 
     fn payload(&mut self, payload: &Payload) {
-        let at = self.encoded.data_len.next_multiple_of(self.align);
+        let at = self.place(payload.data());
         self.u64(at as u64);
         self.u64(payload.len() as u64);
         self.u32(payload.block_offset() as u32);
@@ -128,8 +151,25 @@ impl TransactionEncoder {
         for checksum in payload.checksums() {
             self.u32(*checksum);
         }
-        self.encoded.data_len = at + payload.len();
-        self.encoded.data.push((at, payload.data().clone()));
+    }
+
+    /// Returns the offset of a piece of payload in the data section. Adds the piece, unless the
+    /// transaction before has the same bytes of memory at this place.
+    fn place(&mut self, piece: &Bytes) -> usize {
+        let is_same = |(_, other): &&(usize, Bytes)| {
+            std::ptr::eq(other.as_ptr(), piece.as_ptr()) && other.len() == piece.len()
+        };
+        let at = match self.encoded.last_payload.get(self.payload.len()).filter(is_same) {
+            Some((at, _)) => *at,
+            None => {
+                let at = self.encoded.data_len.next_multiple_of(self.align);
+                self.encoded.data_len = at + piece.len();
+                self.encoded.data.push((at, piece.clone()));
+                at
+            }
+        };
+        self.payload.push((at, piece.clone()));
+        at
     }
 
     fn op(&mut self, op: &Op, stage_id: &mut impl FnMut(StageId) -> Result<u64>) -> Result<()> {
@@ -238,7 +278,7 @@ impl TransactionEncoder {
 /// Decodes a transaction whose data section is `data`, without copying.
 ///
 /// # Errors
-/// [`StoreError::InvalidArgument`] if `control` does not have the form that [`encode`] produces.
+/// [`StoreError::InvalidArgument`] if `control` does not have the form that [`EncodedTransactions::add`] produces.
 pub(crate) fn decode(control: Bytes, data: &Bytes) -> Result<Transaction> {
     let mut input = TransactionDecoder { control, data };
     let collection = CollectionId::new(input.bytes()?)?;
@@ -444,7 +484,18 @@ mod tests {
             .from_reserve()
     }
 
-    fn data_section(encoded: &EncodedTransaction) -> Bytes {
+    fn encode(
+        transaction: &Transaction,
+        align: usize,
+        stage_id: impl FnMut(StageId) -> Result<u64>,
+    ) -> Result<EncodedTransactions> {
+        let mut encoded = EncodedTransactions::default();
+        assert_eq!(encoded.add(transaction, align, stage_id)?, 0);
+        assert_eq!(encoded.lengths, [encoded.control.len() as u32]);
+        Ok(encoded)
+    }
+
+    fn data_section(encoded: &EncodedTransactions) -> Bytes {
         let mut data = vec![0; encoded.data_len];
         for (at, bytes) in &encoded.data {
             data[*at..at + bytes.len()].copy_from_slice(bytes);
@@ -460,6 +511,23 @@ mod tests {
             assert_eq!(encoded.stages, [StageId(3)]);
             let data = data_section(&encoded);
             assert_eq!(decode(Bytes::from(encoded.control), &data).unwrap(), every_op());
+        }
+    }
+
+    #[test]
+    fn equal_transactions_and_payload_are_sent_once() {
+        let first = every_op();
+        let longer = first.clone().with(Op::Touch { oid: ObjectId::new("x").unwrap() });
+        let parts = [first.clone(), first.clone(), longer.clone(), first.clone()];
+        for align in [1, 4096] {
+            let mut encoded = EncodedTransactions::default();
+            let numbers = parts.each_ref().map(|part| encoded.add(part, align, |s| Ok(s.0)).unwrap());
+            assert_eq!((numbers, encoded.lengths.len(), encoded.data.len()), ([0, 0, 1, 2], 3, 3));
+            let data = data_section(&encoded);
+            let mut control = Bytes::from(encoded.control);
+            let one = |len: &u32| decode(control.split_to(*len as usize), &data).unwrap();
+            let decoded: Vec<Transaction> = encoded.lengths.iter().map(one).collect();
+            assert_eq!(decoded, [first.clone(), longer.clone(), first.clone()]);
         }
     }
 

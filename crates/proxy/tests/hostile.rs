@@ -125,6 +125,20 @@ fn stage_write_of_range(offset: u64, len: u64) -> Vec<u8> {
     out
 }
 
+/// Control data of a request with these transactions in its entry: the target, the number minus 1 and
+/// the encoding of each transaction, and the lengths of the encodings.
+fn transactions(parts: &[(u64, u64, u64)], lengths: &[u64]) -> Vec<u8> {
+    let mut out = vec![3];
+    varint(&mut out, parts.len() as u64);
+    for (target, after, encoding) in parts {
+        [target, after, encoding].into_iter().for_each(|v| varint(&mut out, *v));
+    }
+    varint(&mut out, lengths.len() as u64);
+    lengths.iter().for_each(|len| varint(&mut out, *len));
+    out.extend([0, 0]); // no checksum, in the entry
+    out
+}
+
 fn varint(out: &mut Vec<u8>, mut v: u64) {
     while v >= 0x80 {
         out.push(v as u8 | 0x80);
@@ -264,12 +278,46 @@ async fn a_transaction_that_is_sent_twice_ends_the_attachment() {
     for (n, after) in [5, u64::MAX].into_iter().enumerate() {
         let mut evil = EvilOsd::join(&node).await;
         for id in 1..=2 {
-            // A transaction without control data, in the entry.
-            evil.send(EntryHeader { after, ..request(id) }, &[3, 0, 0, 0], |_| ());
+            // An empty transaction of target 0, in the entry.
+            evil.send(request(id), &transactions(&[(0, after, 0)], &[0]), |_| ());
         }
         evil.hung_up_on().await;
         assert_eq!(node.server.status().violations, n as u64 + 1);
     }
+    still_serves(&node).await;
+}
+
+#[tokio::test]
+async fn transactions_without_target_end_the_attachment() {
+    let node = vacant().await;
+    let many: Vec<(u64, u64, u64)> = (0..17).map(|after| (0, after, 0)).collect();
+    for (n, parts) in [&[][..], &[(0, 0, 0), (1, 0, 0)], &many].into_iter().enumerate() {
+        let mut evil = EvilOsd::join(&node).await;
+        evil.send(request(1), &transactions(parts, &[0]), |_| ());
+        evil.hung_up_on().await;
+        assert_eq!(node.server.status().violations, n as u64 + 1);
+    }
+    still_serves(&node).await;
+}
+
+#[tokio::test]
+async fn invalid_transactions_fail_in_their_order() {
+    let node = vacant().await;
+    let mut evil = EvilOsd::join(&node).await;
+    // Too long for the request, without encoding, with an empty encoding, and with more bytes
+    // than the request has.
+    let invalid: [(u64, &[u64]); 4] = [(0, &[9]), (1, &[0]), (0, &[0]), (0, &[u64::from(u32::MAX); 3])];
+    for (after, (encoding, lengths)) in invalid.into_iter().enumerate() {
+        let id = after as u64 + 1;
+        evil.send(request(id), &transactions(&[(0, after as u64, encoding)], lengths), |_| ());
+        let reply = evil.reply().await;
+        assert_eq!(reply.header.id, id);
+        // One outcome: an invalid argument.
+        assert_eq!(reply.control[..5], [0, 6, 1, 1, 1], "{:?}", reply.control);
+        assert!(String::from_utf8_lossy(&reply.control).contains("transaction"), "{:?}", reply.control);
+    }
+    assert_eq!(node.server.status().violations, 0, "the attachment never ended");
+    drop(evil);
     still_serves(&node).await;
 }
 
@@ -536,8 +584,11 @@ async fn false_answers(at: &FsPath, answer: &[u8], data: Bytes) {
 async fn an_answer_of_the_wrong_kind_is_never_treated_as_success() {
     let options =
         AttachmentOptions { wait_for_store: Duration::from_millis(400), socket_only: true, ..options() };
-    // The answers: a new stage, the bytes of a query, and damage although DMA carried nothing.
-    for (answer, ends_attachment) in [(&[0u8, 1, 5][..], false), (&[0, 3, 1, 0], false), (&[0, 6], true)] {
+    // The answers: a new stage, the bytes of a query, damage although DMA carried nothing, and the
+    // outcomes of two transactions.
+    let answers: [(&[u8], bool); 4] =
+        [(&[0, 1, 5], false), (&[0, 3, 1, 0], false), (&[0, 7], true), (&[0, 6, 2, 0, 0], true)];
+    for (answer, ends_attachment) in answers {
         let dir = tempfile::tempdir().unwrap();
         let at = dir.path().join("s");
         let evil = false_answers(&at, answer, Bytes::new());

@@ -32,7 +32,7 @@ async fn striped(path: Path, options: AttachmentOptions, faults: &Faults) -> (No
     let node = node_over(path, (1..=6).map(Uuid::from_u128).map(target).collect(), options, server).await;
     let store = |at: usize| node.attachment.store(at) as Arc<dyn ObjectStore>;
     let stores = (1..).map(Uuid::from_u128).zip((0..6).map(store)).collect();
-    let striped = Striped { stripes: node.attachment.stripes(), stores };
+    let striped = Striped { stripes: node.attachment.store_set(), stores };
     (node, striped)
 }
 
@@ -196,8 +196,8 @@ async fn a_failed_or_missing_accelerator_is_reported_as_a_coding_error() {
         parts: vec![Some((Uuid::from_u128(1), stage)), None, None],
         ..write(ParityDevice::Accelerator)
     };
-    let none = node.attachment.stripes();
-    let none = store::stripes::StripeStores::stage_stripes(&*none, write, None).await;
+    let none = node.attachment.store_set();
+    let none = store::stripes::StoreSet::stage_stripes(&*none, write, None).await;
     assert!(matches!(none, Err(StripeError::Coding(_))), "{none:?}");
 }
 

@@ -9,10 +9,17 @@ use std::time::Duration;
 use base::block::Payload;
 use base::fault::{Faults, Site};
 use common::load::{self, MIB, fault, faulty_node, watched};
-use common::{Node, Path, cid, make_collection, node_of, oid, options, pattern, payload, transaction};
+use common::{
+    Node, Path, cid, make_collection, node_of, node_over, offering, oid, options, pattern, payload,
+    transaction,
+};
 use futures::future::join_all;
-use outboard_proxy::{AttachmentOptions, DmaTuning};
-use store::{MemStore, Op, StageId, StoreCalls, StoreError, Transaction, WriteSource};
+use outboard_proxy::{AttachmentOptions, DmaTuning, ServedTarget};
+use store::stripes::{StoreSet, TargetTransaction};
+use store::{
+    MemStore, ObjectStore, Op, StageId, StoreCalls, StoreError, StoreFuture, StoreRequest, Submit,
+    Transaction, WriteSource,
+};
 
 /// An attachment with room for one request of 3 MiB at a time.
 async fn narrow(path: Path, mut options: AttachmentOptions) -> Node {
@@ -228,5 +235,67 @@ async fn calls_above_the_limit_of_waiting_calls_fail_immediately() {
     let mut stats: Vec<_> = (0..(1 << 14) + 5).map(|_| node.store.stat(&cid(), &oid(0))).collect();
     for stat in soon("calls wait", join_all(stats.split_off(1 << 14))).await {
         assert!(matches!(&stat, Err(StoreError::Disconnected(why)) if why.contains("too many")), "{stat:?}");
+    }
+}
+
+/// A store in memory whose transactions are answered only when it is released.
+struct HeldStore {
+    inner: MemStore,
+    held: tokio::sync::watch::Sender<bool>,
+}
+
+impl Submit for HeldStore {
+    type Reply = StoreFuture;
+
+    fn submit(&self, request: StoreRequest) -> StoreFuture {
+        let is_held = matches!(request, StoreRequest::Transact { .. });
+        let (reply, mut held) = (self.inner.submit(request), self.held.subscribe());
+        Box::pin(async move {
+            if is_held {
+                drop(held.wait_for(|held| !held).await);
+            }
+            reply.await
+        })
+    }
+}
+
+#[tokio::test]
+async fn a_slow_target_does_not_delay_the_outcomes_of_the_others() {
+    for (path, len) in [(Path::Dma, 4096), (Path::Dma, MIB), (Path::Unix, 4096)] {
+        let stores = [(); 4].map(|()| {
+            Arc::new(HeldStore { inner: MemStore::new(), held: tokio::sync::watch::Sender::new(false) })
+        });
+        let uuid = |at: usize| uuid::Uuid::from_u128(at as u128 + 1);
+        let served = |(at, store): (usize, &Arc<HeldStore>)| ServedTarget {
+            uuid: uuid(at),
+            store: Arc::clone(store) as Arc<dyn ObjectStore>,
+        };
+        let targets = stores.iter().enumerate().map(served).collect();
+        let node = node_over(path, targets, options(), offering()).await;
+        for at in 0..4 {
+            make_collection(&(node.attachment.store(at) as Arc<dyn ObjectStore>)).await;
+        }
+        let set = node.attachment.store_set();
+        let part =
+            |at: usize| TargetTransaction { uuid: uuid(at), incarnation: None, transaction: write(at, len) };
+        for at in [1, 2] {
+            stores[at].held.send_replace(true);
+        }
+        let mut replies = set.queue_transactions((0..4).map(part).collect()).into_iter();
+        let [first, second, third, fourth] = [(); 4].map(|()| replies.next().unwrap());
+        soon("a fast target waits", first).await.unwrap();
+        soon("a fast target waits", fourth).await.unwrap();
+        let (mut second, mut third) = (second, third);
+        assert!(futures::poll!(&mut second).is_pending() && futures::poll!(&mut third).is_pending());
+        stores[1].held.send_replace(false);
+        soon("a released target waits", second).await.unwrap();
+        assert!(futures::poll!(&mut third).is_pending());
+        // The other targets continue meanwhile.
+        soon("a fast target waits", node.attachment.store(0).queue_transaction(write(9, 4096)))
+            .await
+            .unwrap();
+        stores[2].held.send_replace(false);
+        soon("a released target waits", third).await.unwrap();
+        assert_eq!((node.attachment.status().incarnations, node.server.status().violations), (1, 0));
     }
 }

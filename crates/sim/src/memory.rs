@@ -10,8 +10,12 @@ use base::mem::Arena;
 use bytes::Bytes;
 use rand::Rng;
 use rand::rngs::StdRng;
-use store::stripes::{Coded, FragmentBytes, HostReading, Parity, StripeError, StripeStores, StripeWrite};
-use store::{ObjectStore, Op, ReadData, StoreFuture, StoreReply, StoreRequest, Submit, WriteSource};
+use store::stripes::{
+    Coded, FragmentBytes, HostReading, Parity, StoreSet, StripeError, StripeWrite, TargetTransaction,
+};
+use store::{
+    ObjectStore, Op, ReadData, StoreFuture, StoreReply, StoreRequest, Submit, Transaction, WriteSource,
+};
 
 /// Minimum length of the data in which bits flip. Shorter data is hit too rarely to matter.
 const DAMAGED_MIN: usize = BLOCK_SIZE;
@@ -84,6 +88,14 @@ impl MemoryFlips {
         }
     }
 
+    fn damage_transaction(&self, transaction: &mut Transaction) {
+        for op in &mut transaction.ops {
+            if let Op::Write { source: WriteSource::Inline(payload), .. } = op {
+                self.damage_payload(payload);
+            }
+        }
+    }
+
     fn damage_fragment(&self, fragment: &mut FragmentBytes) {
         for piece in &mut fragment.pieces {
             if let Some(bytes) = self.flipped(piece, |counts| &mut counts.in_writes) {
@@ -113,13 +125,7 @@ impl Submit for DamagedMemoryStore {
     fn submit(&self, mut request: StoreRequest) -> StoreFuture {
         match &mut request {
             StoreRequest::StageWrite { payload, .. } => self.flips.damage_payload(payload),
-            StoreRequest::Transact { transaction, .. } => {
-                for op in &mut transaction.ops {
-                    if let Op::Write { source: WriteSource::Inline(payload), .. } = op {
-                        self.flips.damage_payload(payload);
-                    }
-                }
-            }
+            StoreRequest::Transact { transaction, .. } => self.flips.damage_transaction(transaction),
             _ => {}
         }
         let is_read = matches!(request, StoreRequest::Read { .. });
@@ -153,21 +159,21 @@ impl Submit for DamagedMemoryStore {
     }
 }
 
-/// Stores whose stripes pass through damaged memory.
-pub struct DamagedMemoryStripes {
-    inner: Arc<dyn StripeStores>,
+/// Stores whose stripes and transactions pass through damaged memory.
+pub struct DamagedMemorySet {
+    inner: Arc<dyn StoreSet>,
     flips: MemoryFlips,
 }
 
-impl DamagedMemoryStripes {
+impl DamagedMemorySet {
     /// Puts damaged memory in front of `inner`.
     #[must_use]
-    pub fn new(inner: Arc<dyn StripeStores>, flips: MemoryFlips) -> DamagedMemoryStripes {
-        DamagedMemoryStripes { inner, flips }
+    pub fn new(inner: Arc<dyn StoreSet>, flips: MemoryFlips) -> DamagedMemorySet {
+        DamagedMemorySet { inner, flips }
     }
 }
 
-impl StripeStores for DamagedMemoryStripes {
+impl StoreSet for DamagedMemorySet {
     fn max_bytes(&self) -> usize {
         self.inner.max_bytes()
     }
@@ -182,6 +188,11 @@ impl StripeStores for DamagedMemoryStripes {
             parity.iter_mut().for_each(|fragment| self.flips.damage_fragment(fragment));
         }
         self.inner.stage_stripes(write, coded)
+    }
+
+    fn queue_transactions(&self, mut transactions: Vec<TargetTransaction>) -> Vec<StoreFuture> {
+        transactions.iter_mut().for_each(|one| self.flips.damage_transaction(&mut one.transaction));
+        self.inner.queue_transactions(transactions)
     }
 
     fn host_reading(&self) -> BoxFuture<'static, store::Result<HostReading>> {

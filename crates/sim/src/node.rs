@@ -34,7 +34,7 @@ use wire::{CodingMode, CodingOffload, Placement};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use crate::coverage::Coverage;
-use crate::memory::{DamagedMemoryStore, DamagedMemoryStripes, MemoryFlips};
+use crate::memory::{DamagedMemorySet, DamagedMemoryStore, MemoryFlips};
 use crate::plan::{NodeRole, RandomStream, SimulationPlan, rng};
 use crate::role::SimRole;
 use crate::trace::EventTrace;
@@ -530,7 +530,7 @@ impl SimNode {
             let store = DamagedMemoryStore::new(attachment.store(index), self.memory_flips.clone());
             (info.uuid, Arc::new(store) as _)
         };
-        let stripes = DamagedMemoryStripes::new(attachment.stripes(), self.memory_flips.clone());
+        let stripes = DamagedMemorySet::new(attachment.store_set(), self.memory_flips.clone());
         let parts = OsdParts {
             targets: attachment.targets().iter().enumerate().map(store).collect(),
             staging: attachment.pool().clone(),

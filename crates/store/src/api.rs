@@ -85,6 +85,11 @@ pub struct ReplyOf<F, T> {
     found: PhantomData<fn() -> T>,
 }
 
+/// Returns the future of a reply to a request that returns no data.
+pub fn done<F>(reply: F) -> ReplyOf<F, ()> {
+    answer(reply)
+}
+
 impl<F: Future<Output = Result<StoreReply>> + Unpin, T: FromReply> Future for ReplyOf<F, T> {
     type Output = Result<T>;
 

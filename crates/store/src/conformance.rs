@@ -2,7 +2,7 @@
 //!
 //! [`CASES`] contains small scenarios. Each scenario needs an empty store. [`random_operations`]
 //! compares a store with [`MemStore`] over a random workload. [`Striped`] tests an implementation
-//! of [`StripeStores`](crate::stripes::StripeStores). A case panics if the store does not conform.
+//! of [`StoreSet`](crate::stripes::StoreSet). A case panics if the store does not conform.
 
 mod cases;
 mod random;

@@ -48,7 +48,7 @@ pub mod stripes;
 mod transaction;
 
 pub use absent::AbsentStore;
-pub use api::{ObjectStore, ReplyOf, StoreCalls, StoreFuture, Submit, check_incarnation, ready};
+pub use api::{ObjectStore, ReplyOf, StoreCalls, StoreFuture, Submit, check_incarnation, done, ready};
 pub use block::{
     BlockStore, CheckpointWatch, DriveCalls, Driver, FsckReport, Inspect, MkfsOptions, MountOptions, Problem,
     fsck,

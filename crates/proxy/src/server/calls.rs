@@ -4,7 +4,7 @@ use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
 
-use base::block::{ChecksumMismatch, Payload, crc32c, verify_pieces};
+use base::block::{ChecksumMismatch, Payload, crc32c_of, verify_pieces};
 use base::clock::Instant;
 use base::mem::ArenaBuf;
 use base::pool::{Lease, Released};
@@ -15,8 +15,10 @@ use store::{
     Transaction, WriteSource,
 };
 
+use super::transactions::FinishedTransaction;
 use crate::messages::{
-    CallAnswer, CallOutcome, ParityFrom, PayloadPlace, StoreCall, decode, pack_checksums, unpack_checksums,
+    CallAnswer, CallOutcome, ParityFrom, PayloadPlace, StoreCall, TransactionParts, decode, pack_checksums,
+    unpack_checksums,
 };
 use crate::transaction_codec;
 
@@ -49,8 +51,14 @@ pub(super) struct FinishedCall {
     pub(super) is_first: bool,
 }
 
+/// The end of a call, or of one of the transactions of a request.
+pub(super) enum Finished {
+    Call(FinishedCall),
+    Transaction(FinishedTransaction),
+}
+
 /// A call that the store is executing.
-pub(super) type RunningCall = Pin<Box<dyn Future<Output = FinishedCall>>>;
+pub(super) type RunningCall = Pin<Box<dyn Future<Output = Finished>>>;
 
 impl ReceivedCall {
     pub(super) fn decode(header: EntryHeader, via: Via, control: &Bytes, data: Bytes) -> ReceivedCall {
@@ -65,8 +73,8 @@ impl ReceivedCall {
         FinishedCall { header, came, via, outcome, data: Vec::new(), is_first: false }
     }
 
-    pub(super) fn is_transaction(&self) -> bool {
-        matches!(self.call, Ok((StoreCall::Transaction { .. }, ..)))
+    pub(super) fn is_transactions(&self) -> bool {
+        matches!(self.call, Ok((StoreCall::Transactions { .. }, ..)))
     }
 
     /// Whether the host must verify the payload's checksums.
@@ -94,19 +102,17 @@ impl ReceivedCall {
                 let payload = Payload::from_parts(u64::from(*block_offset), bytes, checksums);
                 payload.is_ok_and(|payload| payload.verify().is_err())
             }
-            StoreCall::Transaction {
-                control_len,
-                control_crc,
-                place: place @ PayloadPlace::Range { .. },
-            } => {
-                let Ok((bytes, _)) = payload_of(lease, *place, data.clone()) else { return false };
-                if !rest.is_empty() {
-                    return payload && holds_damage(rest.clone(), &bytes);
-                }
-                let Ok((control, data)) = split_transaction(bytes, *control_len as usize) else {
+            StoreCall::Transactions { transactions, place: place @ PayloadPlace::Range { .. } } => {
+                let is_in_range = rest.is_empty();
+                if !is_in_range && !payload {
                     return false;
-                };
-                crc32c(&control) != *control_crc || payload && holds_damage(control, &data)
+                }
+                let Ok((bytes, _)) = payload_of(lease, *place, data.clone()) else { return false };
+                let parts = split_transactions(transactions, *place, rest.clone(), bytes);
+                let Ok((controls, data)) = parts else { return false };
+                let crc = || crc32c_of(controls.iter().map(|control| &control[..]));
+                is_in_range && crc() != transactions.control_crc
+                    || payload && controls.into_iter().any(|control| holds_damage(control, &data))
             }
             StoreCall::StageStripes { stripes, .. } if matches!(stripes.parity, ParityFrom::By(_)) => false,
             StoreCall::StageStripes { stripes, place: place @ PayloadPlace::Range { .. } } if payload => {
@@ -129,7 +135,7 @@ fn holds_damage(control: Bytes, data: &Bytes) -> bool {
 }
 
 /// Compares the payload of a transaction with its checksums.
-fn verify_transaction(transaction: &Transaction) -> Result<(), ChecksumMismatch> {
+pub(super) fn verify_transaction(transaction: &Transaction) -> Result<(), ChecksumMismatch> {
     transaction.ops.iter().try_for_each(|op| match op {
         Op::Write { source: WriteSource::Inline(payload), .. } => payload.verify(),
         _ => Ok(()),
@@ -148,7 +154,11 @@ pub(super) fn claim(lease: Option<&Lease>, offset: u64, len: u64) -> Result<(Are
 }
 
 /// The payload of a request, without copying.
-fn payload_of(lease: Option<&Lease>, place: PayloadPlace, data: Bytes) -> Result<(Bytes, Option<Released>)> {
+pub(super) fn payload_of(
+    lease: Option<&Lease>,
+    place: PayloadPlace,
+    data: Bytes,
+) -> Result<(Bytes, Option<Released>)> {
     match place {
         PayloadPlace::Inline => Ok((data, None)),
         PayloadPlace::Range { offset, len } => {
@@ -172,7 +182,7 @@ pub(super) fn make(
     let verifies = request.verifies();
     let ReceivedCall { header, came, via, call, .. } = request;
     let calling: Result<(Calling, Option<Released>)> =
-        call.and_then(|(call, rest, data)| start(store, lease, verifies, call, rest, data));
+        call.and_then(|(call, _, data)| start(store, lease, verifies, call, data));
     Box::pin(async move {
         let returned = match calling {
             Ok((calling, released)) => {
@@ -188,7 +198,7 @@ pub(super) fn make(
             Ok((answer, data)) => (Ok(answer), data),
             Err(e) => (Err(e), Vec::new()),
         };
-        FinishedCall { header, came, via, outcome, data, is_first: false }
+        Finished::Call(FinishedCall { header, came, via, outcome, data, is_first: false })
     })
 }
 
@@ -199,7 +209,6 @@ fn start(
     lease: Option<&Lease>,
     verifies: bool,
     call: StoreCall,
-    rest: Bytes,
     data: Bytes,
 ) -> Result<(Calling, Option<Released>)> {
     match call {
@@ -213,22 +222,6 @@ fn start(
             }
             let writing = store.stage_write(StageId(stage), offset, payload);
             Ok((Box::pin(async move { writing.await.map(|()| (CallAnswer::Done, Vec::new())) }), released))
-        }
-        StoreCall::Transaction { control_len, place, .. } => {
-            let (bytes, released) = payload_of(lease, place, data)?;
-            let (control, data) = match place {
-                PayloadPlace::Range { .. } if rest.is_empty() => {
-                    split_transaction(bytes, control_len as usize)?
-                }
-                _ => (rest, bytes),
-            };
-            let transaction = transaction_codec::decode(control, &data)?;
-            if verifies && place == PayloadPlace::Inline {
-                verify_transaction(&transaction).map_err(bad_payload)?;
-            }
-            let queued = store.queue_transaction(transaction);
-            drop(data);
-            Ok((Box::pin(async move { queued.await.map(|()| (CallAnswer::Done, Vec::new())) }), released))
         }
         StoreCall::Read { cid, oid, offset, len, place } => {
             let PayloadPlace::Range { offset: start, len: room } = place else {
@@ -244,14 +237,28 @@ fn start(
     }
 }
 
-/// Copies the control part of a large transaction out of memory that the osd can write. The payload
-/// stays in that memory.
-fn split_transaction(bytes: Bytes, control_len: usize) -> Result<(Bytes, Bytes)> {
-    let data_at = control_len.checked_next_multiple_of(base::pool::MIN_BUFFER);
-    let (Some(control), Some(data_at)) = (bytes.get(..control_len), data_at) else {
-        return Err(StoreError::InvalidArgument("a transaction does not fit in its range".into()));
-    };
-    Ok((Bytes::copy_from_slice(control), bytes.slice(data_at.min(bytes.len())..)))
+/// Returns the encoded transactions of a request, and their data section. `rest` follows the call,
+/// and `bytes` is the payload. Encoded transactions in memory that the osd can write are copied. The
+/// data stays in that memory.
+pub(super) fn split_transactions(
+    transactions: &TransactionParts,
+    place: PayloadPlace,
+    mut rest: Bytes,
+    mut bytes: Bytes,
+) -> Result<(Vec<Bytes>, Bytes)> {
+    let wrong =
+        || StoreError::InvalidArgument("transactions do not have the lengths of their request".into());
+    let len = transactions.lengths.iter().try_fold(0_usize, |sum, len| sum.checked_add(*len as usize));
+    let len = len.ok_or_else(wrong)?;
+    if matches!(place, PayloadPlace::Range { .. }) && rest.is_empty() {
+        let data_at = len.checked_next_multiple_of(base::pool::MIN_BUFFER).ok_or_else(wrong)?;
+        rest = Bytes::copy_from_slice(bytes.get(..len).ok_or_else(wrong)?);
+        bytes = bytes.slice(data_at.min(bytes.len())..);
+    }
+    if rest.len() != len {
+        return Err(wrong());
+    }
+    Ok((transactions.lengths.iter().map(|len| rest.split_to(*len as usize)).collect(), bytes))
 }
 
 /// The answer to a read, and its data.
@@ -317,7 +324,7 @@ fn control(store: &Arc<dyn ObjectStore>, call: StoreCall) -> Calling {
         StoreCall::StageWrite { .. }
         | StoreCall::StageStripes { .. }
         | StoreCall::HostReading
-        | StoreCall::Transaction { .. }
+        | StoreCall::Transactions { .. }
         | StoreCall::Read { .. }
         | StoreCall::Channel(_) => {
             let refused =

@@ -83,7 +83,7 @@ impl Rings {
         Err(StoreError::InvalidArgument(what))
     }
 
-    fn lease(&self) -> &Lease {
+    pub(super) fn lease(&self) -> &Lease {
         &self.memory.data
     }
 

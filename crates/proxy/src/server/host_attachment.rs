@@ -22,19 +22,20 @@ use futures::stream::{FuturesUnordered, StreamExt};
 use store::stripes::Engines;
 use store::{StageId, StoreCalls, StoreError};
 
-use super::calls::{FinishedCall, ReceivedCall, RunningCall, Via, make};
+use super::calls::{Finished, FinishedCall, ReceivedCall, RunningCall, Via, make};
 use super::offers::OfiHostSource;
-use super::{Counts, ServedTarget, stripes};
+use super::transactions::{JointRequests, ReceivedTransaction};
+use super::{Counts, ServedTarget, stripes, transactions};
 use crate::admission::Admission;
-use crate::messages::{CallAnswer, CallOutcome, NO_REPLY, StoreCall, encode, shorten};
+use crate::messages::{CallAnswer, CallOutcome, MAX_PARTS, NO_REPLY, StoreCall, encode, shorten};
 use crate::poller::Poller;
 use crate::store_channel::MAX_JOBS;
 
 /// Maximum number of control-socket frames that one turn takes.
 const FRAMES_PER_TURN: usize = 64;
-/// Maximum number of concurrent calls of one attachment, over ring and control socket together. A
-/// correct osd stays below this limit.
-const MAX_CALLS: usize = 2 * MAX_JOBS;
+/// Maximum number of concurrent calls of one attachment, over ring and control socket together. Each
+/// transaction of a request counts. A correct osd stays below this limit.
+const MAX_CALLS: usize = MAX_PARTS * MAX_JOBS;
 /// Maximum total length of calls that arrived before the transaction that they follow, in bytes. A
 /// correct osd needs little of this, because it sends calls with payload in their order.
 const MAX_HELD: usize = 256 << 20;
@@ -329,6 +330,21 @@ enum RingRead {
     Damage(ChannelError),
 }
 
+/// A call or a transaction that has its place in the order of a target.
+enum Admitted {
+    Call(ReceivedCall),
+    Transaction(ReceivedTransaction),
+}
+
+impl Admitted {
+    fn size(&self) -> usize {
+        match self {
+            Admitted::Call(request) => request.size,
+            Admitted::Transaction(transaction) => transaction.size,
+        }
+    }
+}
+
 /// The store's side of one attachment. It executes the osd's calls on each target in the order that
 /// [`Admission`] determines.
 pub(super) struct HostAttachment {
@@ -336,10 +352,11 @@ pub(super) struct HostAttachment {
     engines: Arc<Engines>,
     pub(super) rings: Option<Rings>,
     pub(super) control: ControlSocket,
-    admissions: Vec<Admission<ReceivedCall>>,
+    admissions: Vec<Admission<Admitted>>,
     /// Total length of the calls in `admissions` that are held back, in bytes.
     held_bytes: usize,
     running: FuturesUnordered<RunningCall>,
+    joint: JointRequests,
     stages: HashSet<(u16, StageId)>,
     counts: Arc<Counts>,
     faults: Faults,
@@ -367,6 +384,7 @@ impl HostAttachment {
             admissions,
             held_bytes: 0,
             running,
+            joint: JointRequests::default(),
             stages,
             counts,
             faults,
@@ -421,8 +439,8 @@ impl HostAttachment {
         drop(self.control);
         while let Some(done) = self.running.next().await {
             self.counts.leftover_calls.fetch_sub(1, Ordering::Relaxed);
-            if let Ok(CallAnswer::Stage(id)) = done.outcome {
-                self.targets[usize::from(done.header.target)].store.stage_release(StageId(id));
+            if let Finished::Call(FinishedCall { header, outcome: Ok(CallAnswer::Stage(id)), .. }) = done {
+                self.targets[usize::from(header.target)].store.stage_release(StageId(id));
             }
         }
     }
@@ -453,7 +471,18 @@ impl HostAttachment {
         let mut progress = self.take_entries(cx)?;
         progress |= self.take_frames(cx)?;
         while let Poll::Ready(Some(done)) = self.running.poll_next_unpin(cx) {
-            self.reply(done);
+            match done {
+                Finished::Call(done) => self.reply(done),
+                Finished::Transaction(done) => {
+                    if let Some(answer) = self.joint.finish(done, &self.running) {
+                        self.reply(answer);
+                    }
+                }
+            }
+            progress = true;
+        }
+        for answer in self.joint.slow(cx) {
+            self.reply(answer);
             progress = true;
         }
         Ok(progress)
@@ -515,7 +544,7 @@ impl HostAttachment {
             return self.channel_call(cx, header, *call, payload);
         }
         let lease = self.rings.as_ref().map(|rings| &rings.memory.data);
-        let is_transaction = request.is_transaction();
+        let mut refused = None;
         if request.is_damaged(lease) {
             if header.flags & REFUSE == 0 {
                 self.reply(request.done(Ok(CallAnswer::Damaged)));
@@ -523,16 +552,37 @@ impl HostAttachment {
             }
             // The request takes its place in the order of the transactions, and then fails.
             let what = "it did not match its checksums when the osd sent it";
-            request.call = Err(StoreError::BadPayload(what.to_owned()));
+            refused = Some(StoreError::BadPayload(what.to_owned()));
         }
-        self.held_bytes += request.size;
-        match self.admissions[target].offer(header.after, is_transaction, request) {
-            Ok(turn) => turn.into_iter().for_each(|request| {
-                self.held_bytes -= request.size;
-                self.make(request);
+        if request.is_transactions() {
+            let lease = self.rings.as_ref().map(Rings::lease);
+            for one in transactions::receive(self.targets.len(), lease, request, refused)? {
+                self.order(one.target, one.after, Admitted::Transaction(one))?;
+            }
+            return Ok(());
+        }
+        if let Some(e) = refused {
+            request.call = Err(e);
+        }
+        self.order(header.target, header.after, Admitted::Call(request))
+    }
+
+    /// Gives a call its place in the order of a target, and starts every call whose turn has come.
+    fn order(&mut self, target: u16, after: u64, call: Admitted) -> channel::Result<()> {
+        self.held_bytes += call.size();
+        let is_transaction = matches!(call, Admitted::Transaction(_));
+        match self.admissions[usize::from(target)].offer(after, is_transaction, call) {
+            Ok(turn) => turn.into_iter().for_each(|call| {
+                self.held_bytes -= call.size();
+                match call {
+                    Admitted::Call(request) => self.make(request),
+                    Admitted::Transaction(transaction) => {
+                        self.running.push(transaction.start(&self.targets[usize::from(target)].store));
+                    }
+                }
             }),
             Err(_) => {
-                let what = format!("it sent the transaction after number {} twice", header.after);
+                let what = format!("it sent the transaction after number {after} twice");
                 return Err(ChannelError::Protocol(what));
             }
         }
@@ -556,7 +606,8 @@ impl HostAttachment {
             }
             Ok((StoreCall::HostReading, ..)) => {
                 let outcome = self.engines.host_reading().map(CallAnswer::HostReading);
-                self.running.push(Box::pin(std::future::ready(request.done(outcome))));
+                let done = Finished::Call(request.done(outcome));
+                self.running.push(Box::pin(std::future::ready(done)));
             }
             _ => self.running.push(make(&self.targets[usize::from(target)].store, lease, request)),
         }

@@ -9,6 +9,7 @@ mod channel_calls;
 mod host_attachment;
 mod offers;
 mod stripes;
+mod transactions;
 
 use std::cell::{Cell, RefCell};
 use std::convert::Infallible;

@@ -14,7 +14,7 @@ use store::{StageId, StoreError};
 use tokio::sync::oneshot;
 
 use super::ServedTarget;
-use super::calls::{FinishedCall, ReceivedCall, RunningCall, bad_payload, claim};
+use super::calls::{Finished, FinishedCall, ReceivedCall, RunningCall, bad_payload, claim};
 use crate::messages::{
     CallAnswer, CallOutcome, NO_REPLY, ParityFrom, PayloadPlace, StoreCall, Stripes, unpack_checksums,
 };
@@ -59,7 +59,7 @@ pub(super) fn make(
         };
         // Wait until the notice was queued or dropped, because it must precede the answer.
         let _ = is_noticed.await;
-        FinishedCall { header, came, via, outcome, data: Vec::new(), is_first: false }
+        Finished::Call(FinishedCall { header, came, via, outcome, data: Vec::new(), is_first: false })
     });
     let notice = Box::pin(async move {
         let took: Result<Option<Duration>, _> = is_coded.await;
@@ -67,14 +67,8 @@ pub(super) fn make(
         // Send no notice if no parity was computed.
         let header = if took.is_ok() { header } else { channel::EntryHeader { id: NO_REPLY, ..header } };
         let took = took.ok().flatten().map(|took| u64::try_from(took.as_nanos()).unwrap_or(u64::MAX));
-        FinishedCall {
-            header,
-            came,
-            via,
-            outcome: Ok(CallAnswer::Coded(took)),
-            data: Vec::new(),
-            is_first: true,
-        }
+        let outcome = Ok(CallAnswer::Coded(took));
+        Finished::Call(FinishedCall { header, came, via, outcome, data: Vec::new(), is_first: true })
     });
     [notice, done]
 }

@@ -12,12 +12,14 @@ use store::{CollectionId, ObjectId, StageId};
 use super::regions::OpenedWindow;
 use super::{AnswerTo, HeldRange};
 use crate::messages::{
-    ChannelCall, ParityFrom, PayloadPlace, StoreCall, Stripes, pack_checksums, unpack_checksums,
+    ChannelCall, ParityFrom, PayloadPlace, StoreCall, Stripes, TransactionPart, TransactionParts,
+    pack_checksums, unpack_checksums,
 };
-use crate::transaction_codec::EncodedTransaction;
+use crate::transaction_codec::EncodedTransactions;
 
-/// Maximum length of control data plus payload in a ring entry, in bytes.
-const MAX_INLINE: usize = 12 << 10;
+/// Maximum length of control data plus payload in a ring entry, in bytes. Three transactions with a
+/// block of payload each fit.
+const MAX_INLINE: usize = 16 << 10;
 /// Maximum length of a read whose data fits in the reply's entry, in bytes.
 const MAX_INLINE_READ: usize = 8 << 10;
 /// Space reserved for a reply without data, such as an error text or a stat, in bytes.
@@ -85,6 +87,13 @@ pub(crate) struct ReadCall {
     pub(crate) dest: Option<ArenaBuf>,
 }
 
+/// The transaction of one target in a job.
+pub(crate) struct JobPart {
+    pub(super) target: u16,
+    /// The receiver of the outcome, until the outcome is known.
+    pub(super) answer_to: Option<AnswerTo>,
+}
+
 /// A call that was not sent yet.
 pub(crate) struct Job {
     pub(super) target: u16,
@@ -103,8 +112,11 @@ pub(crate) struct Job {
     pub(super) route: Route,
     /// Whether the payload is in place or travels with the request.
     pub(super) payload_ready: bool,
-    /// Whether the job belongs in the target's lane, the ordered queue of transactions and reads.
-    pub(super) in_lane: bool,
+    /// The transactions of the job, if it consists of transactions. The job belongs in the lanes of
+    /// their targets. A lane is the ordered queue of a target's transactions and reads.
+    pub(super) parts: Vec<JobPart>,
+    /// Whether the job is a read, which belongs in the lane of its target.
+    pub(super) is_read: bool,
     /// The stage that the job writes to, if it is a stage write.
     pub(super) writes_stage: Option<u64>,
     /// Whether the host must verify the payload's checksums.
@@ -125,21 +137,21 @@ pub(crate) struct Job {
     pub(super) clock: Option<Clock>,
 }
 
-/// Whether a transaction fits into one ring entry, so that one transfer carries all of it.
-pub(super) fn fits_inline(encoded: &EncodedTransaction) -> bool {
+/// Whether transactions fit into one ring entry, so that one transfer carries all of them.
+pub(super) fn fits_inline(encoded: &EncodedTransactions) -> bool {
     encoded.control.len() + encoded.data_len <= MAX_INLINE
 }
 
-/// Offset of a transaction's data section in its range, in bytes. It is 0 if the control data fits
-/// in the entry. Otherwise the range begins with the control data, and the data section starts on
-/// the next page.
-fn data_at(encoded: &EncodedTransaction) -> usize {
+/// Offset of the data section of transactions in their range, in bytes. It is 0 if the control data
+/// fits in the entry. Otherwise the range begins with the control data, and the data section starts
+/// on the next page.
+fn data_at(encoded: &EncodedTransactions) -> usize {
     let control_len = encoded.control.len();
     if control_len <= MAX_INLINE { 0 } else { control_len.next_multiple_of(MIN_BUFFER) }
 }
 
-/// Length of the range that holds a transaction, in bytes.
-pub(super) fn range_len(encoded: &EncodedTransaction) -> usize {
+/// Length of the range that holds transactions, in bytes.
+pub(super) fn range_len(encoded: &EncodedTransactions) -> usize {
     data_at(encoded) + encoded.data_len
 }
 
@@ -163,7 +175,8 @@ impl Job {
             reply_max: SMALL_REPLY,
             route,
             payload_ready: false,
-            in_lane: false,
+            parts: Vec::new(),
+            is_read: false,
             writes_stage: None,
             suspect: false,
             found_damaged: false,
@@ -253,18 +266,17 @@ impl Job {
         }
     }
 
-    pub(super) fn transaction(
-        target: u16,
-        after: u64,
-        encoded: EncodedTransaction,
+    /// Creates a job that consists of transactions. `answers` has the receivers of the outcomes.
+    pub(super) fn transactions(
+        parts: Vec<TransactionPart>,
+        encoded: EncodedTransactions,
         by_dma: bool,
-        answer_to: AnswerTo,
+        answers: impl Iterator<Item = AnswerTo>,
     ) -> Job {
         let in_entry = by_dma && fits_inline(&encoded);
         let range = if in_entry { RangeUse::None } else { want(range_len(&encoded)) };
         let data_at = data_at(&encoded);
         let rides = !by_dma || data_at == 0;
-        let control_len = encoded.control.len() as u32;
         let control_crc = if rides { 0 } else { crc32c(&encoded.control) };
         let (tail, upload) = if rides {
             (encoded.control, encoded.data)
@@ -273,14 +285,21 @@ impl Job {
             let data = encoded.data.into_iter().map(|(at, bytes)| (data_at + at, bytes));
             (Vec::new(), std::iter::once(control).chain(data).collect())
         };
-        let call = StoreCall::Transaction { control_len, control_crc, place: PayloadPlace::Inline };
+        let job_parts = parts.iter().zip(answers);
+        let job_parts = job_parts.map(|(part, to)| JobPart { target: part.target, answer_to: Some(to) });
+        let job_parts: Vec<JobPart> = job_parts.collect();
+        // The host may answer each part on its own.
+        let reply_max = SMALL_REPLY / 2 * (parts.len() + 1);
+        let transactions = TransactionParts { parts, lengths: encoded.lengths, control_crc };
+        let call = StoreCall::Transactions { transactions, place: PayloadPlace::Inline };
         Job {
             tail,
             upload,
             range,
-            in_lane: true,
+            parts: job_parts,
+            reply_max,
             names_stages: encoded.stages,
-            ..Job::new(target, after, call, route(by_dma), Some(answer_to))
+            ..Job::new(0, 0, call, route(by_dma), None)
         }
     }
 
@@ -294,7 +313,7 @@ impl Job {
         Job {
             range,
             reply_max,
-            in_lane: true,
+            is_read: true,
             kind: AnswerUse::Read(dest),
             ..Job::new(target, after, call, route(by_dma), Some(answer_to))
         }
@@ -326,14 +345,32 @@ impl Job {
         }
     }
 
-    /// The index of the target's lane, if the job belongs in it.
-    pub(super) fn lane(&self) -> Option<usize> {
-        self.in_lane.then_some(usize::from(self.target))
+    /// The indices of the lanes that the job belongs in.
+    pub(super) fn lanes(&self) -> impl Iterator<Item = usize> {
+        let of_read = self.is_read.then_some(self.target);
+        self.parts.iter().map(|part| part.target).chain(of_read).map(usize::from)
+    }
+
+    pub(super) fn is_transactions(&self) -> bool {
+        !self.parts.is_empty()
+    }
+
+    /// Takes the receivers of the outcomes that are not known yet.
+    pub(super) fn take_answers(&mut self) -> impl Iterator<Item = AnswerTo> {
+        let of_parts = self.parts.iter_mut().filter_map(|part| part.answer_to.take());
+        self.answer_to.take().into_iter().chain(of_parts)
+    }
+
+    /// Whether the job belongs in a lane.
+    pub(super) fn is_in_lane(&self) -> bool {
+        self.is_read || self.is_transactions()
     }
 
     /// Whether the job must not overtake requests that were lost with the rings.
     pub(super) fn carries_data(&self) -> bool {
-        self.in_lane || self.writes_stage.is_some() || matches!(self.call, StoreCall::StageStripes { .. })
+        self.is_in_lane()
+            || self.writes_stage.is_some()
+            || matches!(self.call, StoreCall::StageStripes { .. })
     }
 
     /// Whether DMA carries or has carried any part of the payload.
@@ -363,29 +400,28 @@ impl Job {
     }
 
     pub(super) fn wants_reply(&self) -> bool {
-        self.answer_to.is_some() || matches!(self.kind, AnswerUse::Channel(_))
+        self.answer_to.is_some() || self.is_transactions() || matches!(self.kind, AnswerUse::Channel(_))
     }
 
-    /// The call, with the location of its payload filled in. The location is the range if DMA or
-    /// the control socket fills the range. `base` is the start of the data region, or `None` if
-    /// there is no region.
-    pub(super) fn placed_call(&self, base: Option<usize>) -> StoreCall {
-        let mut call = self.call.clone();
-        let (Some(base), RangeUse::Held(range)) = (base, self.range) else { return call };
-        match &mut call {
+    /// Sets the location of the payload in the call. The location is the range if DMA or the control
+    /// socket fills the range. `base` is the start of the data region, or `None` if there is no
+    /// region.
+    pub(super) fn place_payload(&mut self, base: Option<usize>) {
+        let range = match (base, self.range) {
+            (Some(base), RangeUse::Held(range)) => {
+                PayloadPlace::Range { offset: (base + range.offset) as u64, len: range.len as u64 }
+            }
+            _ => PayloadPlace::Inline,
+        };
+        match &mut self.call {
             StoreCall::StageWrite { place, .. }
             | StoreCall::StageStripes { place, .. }
-            | StoreCall::Transaction { place, .. } => place.put(base, range),
-            StoreCall::Read { place, .. } if self.route == Route::Ring => place.put(base, range),
+            | StoreCall::Transactions { place, .. } => *place = range,
+            StoreCall::Read { place, .. } => {
+                *place = if self.route == Route::Ring { range } else { PayloadPlace::Inline };
+            }
             _ => {}
         }
-        call
-    }
-}
-
-impl PayloadPlace {
-    fn put(&mut self, base: usize, range: HeldRange) {
-        *self = PayloadPlace::Range { offset: (base + range.offset) as u64, len: range.len as u64 };
     }
 }
 

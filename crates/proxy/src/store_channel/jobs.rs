@@ -17,17 +17,22 @@ impl State {
     /// Checks whether the store channel can take one more call. Returns `answer_to` if so.
     /// Otherwise it sends the reason to the caller and returns `None`.
     pub(super) fn accept(&self, answer_to: AnswerTo) -> Option<AnswerTo> {
-        let why = match &self.dead {
-            Some(why) => CallError::Lost(why.clone()),
-            None if self.jobs.len() + self.pending.len() >= MAX_JOBS => {
-                // The error does not blame the drive, so the caller may retry.
-                CallError::Store(StoreError::Disconnected("too many calls wait for the store".into()))
-            }
-            None => return Some(answer_to),
-        };
+        let Some(why) = self.refusal() else { return Some(answer_to) };
         // The caller may have been cancelled; ignore the error.
         let _ = answer_to.send(Err(why));
         None
+    }
+
+    /// Why the store channel cannot take one more call; `None` if it can.
+    pub(super) fn refusal(&self) -> Option<CallError> {
+        match &self.dead {
+            Some(why) => Some(CallError::Lost(why.clone())),
+            // The error does not blame the drive, so the caller may retry.
+            None if self.jobs.len() + self.pending.len() >= MAX_JOBS => {
+                Some(StoreError::Disconnected("too many calls wait for the store".into()).into())
+            }
+            None => None,
+        }
     }
 
     /// Queues a job, and then sends every job that is ready. The limit in `accept` does not apply
@@ -41,9 +46,7 @@ impl State {
         if job.route == Route::Ring && !self.is_open() {
             job.route = Route::Socket;
         }
-        if job.in_lane {
-            self.lanes[usize::from(job.target)].queue.push_back(id);
-        }
+        job.lanes().for_each(|lane| self.lanes[lane].queue.push_back(id));
         let wants_range = matches!(job.range, RangeUse::Wanted(_));
         self.jobs.insert(id, job);
         if wants_range {
@@ -60,7 +63,7 @@ impl State {
         if std::mem::replace(&mut job.payload_ready, true) {
             return;
         }
-        if !job.in_lane {
+        if !job.is_in_lane() {
             let stage = job.writes_stage;
             self.doubt(id);
             self.queue_of(id).push_back(id);
@@ -201,16 +204,31 @@ impl State {
     }
 
     fn advance_lanes(&mut self) {
-        for lane in 0..self.lanes.len() {
-            while let Some(&id) = self.lanes[lane].queue.front() {
-                let Some(job) = self.jobs.get(&id) else { break };
-                if !job.payload_ready || !self.stages_posted(job) {
-                    break;
+        let mut is_done = false;
+        // A job in several lanes may hold up a lane that was visited before.
+        while !is_done {
+            is_done = true;
+            for lane in 0..self.lanes.len() {
+                while let Some(id) = self.next_in_lane(lane) {
+                    let Some(job) = self.jobs.get(&id) else { break };
+                    is_done &= job.parts.len() <= 1;
+                    for lane in job.lanes() {
+                        self.lanes[lane].queue.pop_front();
+                    }
+                    self.queue_of(id).push_back(id);
                 }
-                self.lanes[lane].queue.pop_front();
-                self.queue_of(id).push_back(id);
             }
         }
+    }
+
+    /// The first job of a lane, if it may be sent now. A job in several lanes must be the first in
+    /// each of them. Every lane has its jobs in the order of their numbers, so jobs never wait for one
+    /// another.
+    fn next_in_lane(&self, lane: usize) -> Option<u64> {
+        let id = *self.lanes[lane].queue.front()?;
+        let job = self.jobs.get(&id)?;
+        let is_first = || job.lanes().all(|lane| self.lanes[lane].queue.front() == Some(&id));
+        (job.payload_ready && is_first() && self.stages_posted(job)).then_some(id)
     }
 
     /// Whether all writes to the stages that a transaction names certainly precede the transaction.
@@ -223,7 +241,8 @@ impl State {
     fn send(&mut self, id: u64) {
         let Some(mut job) = self.jobs.remove(&id) else { return };
         let base = self.ring.as_ref().map(|ring| ring.layout().data_offset());
-        let mut control = encode(&job.placed_call(base));
+        job.place_payload(base);
+        let mut control = encode(&job.call);
         control.extend_from_slice(&job.tail);
         let wants_reply = job.wants_reply();
         if job.writes_stage.is_none() {

@@ -7,7 +7,8 @@
 //! Instead, a reply wakes the thread that runs the waiting task.
 //!
 //! **Order.** Each target has a *lane* for its transactions and reads. The store channel posts the
-//! jobs of a lane strictly in the order of the calls. Queries are sent over the control socket at
+//! jobs of a lane strictly in the order of the calls. A job with transactions of several targets is
+//! posted when it is the first in each of their lanes. Queries are sent over the control socket at
 //! once; the header of a query names the transaction that it follows, and the host holds the query
 //! back until it has that transaction. A write to a stage waits for no other call. A transaction
 //! that names the stage waits for the writes to that stage. Deadlock is impossible, because the
@@ -44,8 +45,8 @@ use store::{StageId, StoreError};
 use tokio::sync::oneshot;
 use uuid::Uuid;
 
-use crate::messages::{CallAnswer, ParityFrom, StoreCall, Stripes, pack_checksums};
-use crate::transaction_codec::{self, EncodedTransaction};
+use crate::messages::{CallAnswer, ParityFrom, StoreCall, Stripes, TransactionPart, pack_checksums};
+use crate::transaction_codec::EncodedTransactions;
 
 use dma::Dma;
 pub(crate) use driver::ChannelDriver;
@@ -111,6 +112,37 @@ impl Delivered {
 }
 /// The sender that passes the answer to the caller of a call.
 pub(crate) type AnswerTo = oneshot::Sender<CallAnswered>;
+
+/// A transaction to be queued on one target.
+pub(crate) struct SubmittedTransaction {
+    pub(crate) target: u16,
+    /// The only incarnation in which the transaction may be executed; `None` for any incarnation.
+    pub(crate) incarnation: Option<u64>,
+    pub(crate) transaction: store::Transaction,
+    /// The receiver of the outcome, until the outcome is known.
+    pub(crate) answer_to: Option<AnswerTo>,
+}
+
+impl SubmittedTransaction {
+    /// Fails the transaction.
+    pub(crate) fn fail(&mut self, why: CallError) {
+        if let Some(answer_to) = self.answer_to.take() {
+            // The caller may have been cancelled; ignore the error.
+            let _ = answer_to.send(Err(why));
+        }
+    }
+
+    /// Whether the transaction may be executed in this incarnation. Fails it otherwise.
+    fn is_current(&mut self, current: u64) -> bool {
+        match self.incarnation {
+            Some(incarnation) if incarnation != current => {
+                self.fail(CallError::Lost(format!("incarnation {incarnation} has ended")));
+                false
+            }
+            _ => true,
+        }
+    }
+}
 
 /// The interface through which callers use the channel during one incarnation of the store.
 pub(crate) struct StoreChannel {
@@ -187,7 +219,8 @@ struct State {
     fatal: Option<String>,
 }
 
-/// The transactions and reads of one target, in the order of the calls.
+/// The transactions and reads of one target, in the order of the calls. A job with transactions of
+/// several targets is in several lanes.
 #[derive(Default)]
 struct Lane {
     last_transaction: u64,
@@ -431,21 +464,12 @@ impl StoreChannel {
         self.unlock(state);
     }
 
-    /// Queues a transaction: assigns its number and its position in the target's lane.
-    pub(crate) fn transaction(&self, target: u16, transaction: &store::Transaction, answer_to: AnswerTo) {
+    /// Queues transactions of different targets: assigns to each its number and its position in the
+    /// target's lane. One request carries all of them, if it does not become too large.
+    pub(crate) fn transactions(&self, mut transactions: Vec<SubmittedTransaction>) {
         let mut state = self.lock();
-        let Some(answer_to) = state.accept(answer_to) else { return };
-        match state.encode(transaction, self.by_dma, self.max_range) {
-            Ok(encoded) => {
-                let lane = &mut state.lanes[usize::from(target)];
-                let after = lane.last_transaction;
-                lane.last_transaction += 1;
-                let job = Job::transaction(target, after, encoded, self.by_dma, answer_to);
-                state.submit(job);
-            }
-            // The caller may have been cancelled; ignore the error.
-            Err(e) => drop(answer_to.send(Err(e.into()))),
-        }
+        transactions.retain_mut(|one| one.is_current(self.incarnation));
+        state.submit_transactions(transactions, self.by_dma, self.max_range);
         self.unlock(state);
     }
 
@@ -513,26 +537,65 @@ impl State {
         Ok((Stripes { parts, data, len, offset: write.offset, parity, checksums }, fragments))
     }
 
-    fn encode(
+    fn submit_transactions(
         &mut self,
-        transaction: &store::Transaction,
+        mut transactions: Vec<SubmittedTransaction>,
         by_dma: bool,
         max_range: usize,
-    ) -> Result<EncodedTransaction, StoreError> {
-        let stages = &self.stages;
-        let translate = |stage: StageId| {
-            let staged = stages.get(&stage.0).filter(|staged| !staged.released);
-            staged.map(|staged| staged.host_id).ok_or(StoreError::NoSuchStage(stage.0))
+    ) {
+        let encoded = match self.refusal() {
+            None => self.encode(&transactions, by_dma, max_range).map_err(CallError::from),
+            Some(why) => Err(why),
         };
-        let mut encoded = transaction_codec::encode(transaction, 1, translate)?;
-        if by_dma && !job::fits_inline(&encoded) {
-            encoded = transaction_codec::encode(transaction, MIN_BUFFER, translate)?;
+        match encoded {
+            Ok((parts, encoded)) if !parts.is_empty() => {
+                parts.iter().for_each(|part| self.lanes[usize::from(part.target)].last_transaction += 1);
+                let answers = transactions.into_iter().filter_map(|mut one| one.answer_to.take());
+                self.submit(Job::transactions(parts, encoded, by_dma, answers));
+            }
+            Ok(_) => {}
+            Err(why) if transactions.len() == 1 => transactions[0].fail(why),
+            // Each transaction succeeds or fails on its own.
+            Err(_) => transactions.into_iter().for_each(|one| {
+                self.submit_transactions(vec![one], by_dma, max_range);
+            }),
         }
-        let size = job::range_len(&encoded);
+    }
+
+    fn encode(
+        &self,
+        transactions: &[SubmittedTransaction],
+        by_dma: bool,
+        max_range: usize,
+    ) -> Result<(Vec<TransactionPart>, EncodedTransactions), StoreError> {
+        let mut encoded = self.encode_aligned(transactions, 1)?;
+        if by_dma && !job::fits_inline(&encoded.1) {
+            encoded = self.encode_aligned(transactions, MIN_BUFFER)?;
+        }
+        let size = job::range_len(&encoded.1);
         if size > max_range {
             let what = "transaction".to_owned();
             return Err(StoreError::TooLarge { what, size: size as u64, limit: max_range as u64 });
         }
         Ok(encoded)
+    }
+
+    fn encode_aligned(
+        &self,
+        transactions: &[SubmittedTransaction],
+        align: usize,
+    ) -> Result<(Vec<TransactionPart>, EncodedTransactions), StoreError> {
+        let translate = |stage: StageId| {
+            let staged = self.stages.get(&stage.0).filter(|staged| !staged.released);
+            staged.map(|staged| staged.host_id).ok_or(StoreError::NoSuchStage(stage.0))
+        };
+        let mut encoded = EncodedTransactions::default();
+        let mut parts = Vec::with_capacity(transactions.len());
+        for SubmittedTransaction { target, transaction, .. } in transactions {
+            let encoding = encoded.add(transaction, align, translate)? as u16;
+            let after = self.lanes[usize::from(*target)].last_transaction;
+            parts.push(TransactionPart { target: *target, after, encoding });
+        }
+        Ok((parts, encoded))
     }
 }

@@ -146,9 +146,8 @@ impl State {
         lost.extend(std::mem::take(&mut self.held));
         for id in lost.into_iter().rev() {
             let Some(job) = self.jobs.get(&id) else { continue };
-            if let Some(lane) = job.lane() {
-                self.lanes[lane].queue.push_front(id);
-            } else {
+            job.lanes().for_each(|lane| self.lanes[lane].queue.push_front(id));
+            if !job.is_in_lane() {
                 self.doubt(id);
                 self.socket_ready.push_front(id);
             }

@@ -19,6 +19,7 @@ use super::{
     AnswerTo, CallAnswered, CallError, Delivered, HeldRange, ReadLanding, RingSide, SentCall, StageState,
     State, StoreChannel,
 };
+use crate::calls::unexpected;
 use crate::messages::{CallAnswer, CallOutcome, ChannelCall, decode, unpack_checksums};
 
 /// A read whose data is being fetched.
@@ -47,7 +48,7 @@ impl State {
     /// Handles a reply that arrived on `route`.
     pub(super) fn reply(&mut self, frame: ChannelEntry, route: Route) -> Result<(), ChannelError> {
         let id = frame.header.id;
-        let outcome = decode::<CallOutcome>(&frame.control).and_then(|(outcome, _)| outcome);
+        let mut outcome = decode::<CallOutcome>(&frame.control).and_then(|(outcome, _)| outcome);
         if let Ok(CallAnswer::Coded(took)) = outcome {
             // After a failure of DMA, this answer may arrive twice.
             if let Some(coded) = self.pending.get_mut(&id).and_then(|pending| pending.job.coded.take()) {
@@ -59,8 +60,13 @@ impl State {
         // Injects a fault. The only possible fault here kills the process, so there is no result to
         // handle.
         let _ = self.faults.hit(Site::OsdReply);
+        if let Ok(CallAnswer::Transactions(outcomes)) = &mut outcome
+            && self.transactions_answered(id, outcomes)?
+        {
+            return Ok(());
+        }
         let pending = self.pending.remove(&id).filter(|p| p.job.route == route);
-        let Some(SentCall { job, ring_end, .. }) = pending else {
+        let Some(SentCall { mut job, ring_end, .. }) = pending else {
             return Err(ChannelError::Protocol(format!(
                 "it sent a reply to request {id}, which is not waiting for one"
             )));
@@ -88,6 +94,12 @@ impl State {
             return Ok(());
         }
         self.written(&job);
+        if job.is_transactions() {
+            let why = outcome.err().unwrap_or_else(unexpected);
+            job.take_answers().for_each(|answer_to| drop(answer_to.send(Err(why.clone().into()))));
+            self.free_range(range);
+            return Ok(());
+        }
         let Job { target, kind, answer_to: Some(answer_to), region, clock, .. } = job else {
             return Err(ChannelError::Protocol(format!("it answered request {id}, which expects no answer")));
         };
@@ -105,6 +117,32 @@ impl State {
         };
         self.finish(range, answer_to, answered);
         Ok(())
+    }
+
+    /// Delivers outcomes of the transactions of a request. Returns whether further answers follow.
+    fn transactions_answered(
+        &mut self,
+        id: u64,
+        outcomes: &mut [Option<Result<(), StoreError>>],
+    ) -> Result<bool, ChannelError> {
+        let Some(SentCall { job, .. }) = self.pending.get_mut(&id) else { return Ok(false) };
+        if job.parts.len() != outcomes.len() {
+            let what = format!(
+                "it sent {} outcomes for the {} transactions of request {id}",
+                outcomes.len(),
+                job.parts.len()
+            );
+            return Err(ChannelError::Protocol(what));
+        }
+        // After a failure of DMA, an outcome may arrive twice.
+        for (part, outcome) in job.parts.iter_mut().zip(outcomes) {
+            let Some(outcome) = outcome.take() else { continue };
+            let Some(answer_to) = part.answer_to.take() else { continue };
+            let answered = outcome.map(|()| Delivered::new(CallAnswer::Done, Vec::new()));
+            // The caller may have been cancelled; ignore the error.
+            let _ = answer_to.send(answered.map_err(CallError::Store));
+        }
+        Ok(job.parts.iter().any(|part| part.answer_to.is_some()))
     }
 
     /// Continues a read that the host has answered. The data came with the answer, or must be
@@ -406,9 +444,9 @@ impl StoreChannel {
         };
         drop(state);
         let mut waiting: Vec<AnswerTo> =
-            jobs.into_values().filter_map(|mut job| job.answer_to.take()).collect();
+            jobs.into_values().flat_map(|mut job| job.take_answers().collect::<Vec<_>>()).collect();
         for mut request in pending.into_values() {
-            waiting.extend(request.job.answer_to.take());
+            waiting.extend(request.job.take_answers());
             leftovers.requests.push(request.job);
         }
         for read in fetching.into_values() {

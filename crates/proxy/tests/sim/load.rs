@@ -9,7 +9,7 @@ use base::block::Payload;
 use base::entropy::random;
 use base::pool::BufferPool;
 use bytes::Bytes;
-use store::stripes::{Parity, StripeError, StripeStores, StripeWrite};
+use store::stripes::{Parity, StoreSet, StripeError, StripeWrite, TargetTransaction};
 use store::{
     CollectionId, ObjectId, ObjectStore, Op, StageId, StoreCalls, StoreError, Transaction, WriteSource,
 };
@@ -77,7 +77,7 @@ fn content(object: usize, version: u64) -> Bytes {
 #[derive(Clone)]
 struct Stores {
     targets: Vec<Arc<dyn ObjectStore>>,
-    stripes: Arc<dyn StripeStores>,
+    stripes: Arc<dyn StoreSet>,
     pool: BufferPool,
 }
 
@@ -102,6 +102,23 @@ async fn stage(stores: &Stores, target: usize, stage: StageId, payload: Payload)
     })
 }
 
+/// Executes a transaction in a request with a transaction of another target.
+async fn jointly(stores: &Stores, target: usize, transaction: Transaction) -> store::Result<()> {
+    let other = Transaction::new(cid()).with(Op::Touch { oid: ObjectId::new("touched").unwrap() });
+    let parts = [(target, transaction), ((target + 1) % TARGETS, other)];
+    let part = |(target, transaction)| TargetTransaction {
+        uuid: World::uuid(target),
+        incarnation: None,
+        transaction,
+    };
+    let mut replies = stores.stripes.queue_transactions(parts.map(part).into()).into_iter().map(store::done);
+    let (own, other) = (replies.next().unwrap(), replies.next().unwrap());
+    match other.await {
+        Err(e) if !is_disconnected(&e) => panic!("the transaction of the other target failed: {e}"),
+        _ => own.await,
+    }
+}
+
 async fn write(stores: &Stores, object: usize, version: u64) -> store::Result<()> {
     let target = target_of(object);
     let store = &stores.targets[target];
@@ -112,7 +129,11 @@ async fn write(stores: &Stores, object: usize, version: u64) -> store::Result<()
         Transaction::new(cid()).with(Op::Truncate { oid: oid(object), size }).with(write)
     };
     if size < 50_000 {
-        return store.queue_transaction(transaction(WriteSource::Inline(payload))).await;
+        let transaction = transaction(WriteSource::Inline(payload));
+        if random::<bool>() {
+            return jointly(stores, target, transaction).await;
+        }
+        return store.queue_transaction(transaction).await;
     }
     let id = store.stage(size).await?;
     let source = WriteSource::Staged { stage: id, offset: 0, len: size };
@@ -173,7 +194,7 @@ impl Load {
         world.start_osd(async move |attachment| {
             let targets = (0..TARGETS).map(|target| attachment.store(target) as Arc<dyn ObjectStore>);
             let pool = attachment.pool().clone();
-            let stores = Stores { targets: targets.collect(), stripes: attachment.stripes(), pool };
+            let stores = Stores { targets: targets.collect(), stripes: attachment.store_set(), pool };
             for store in &stores.targets {
                 let create = || Transaction::new(cid()).with(Op::CreateCollection);
                 while let Err(e) = store.queue_transaction(create()).await

@@ -1,4 +1,4 @@
-//! Conformance tests that every implementation of [`StripeStores`] must pass.
+//! Conformance tests that every implementation of [`StoreSet`] must pass.
 
 use std::sync::Arc;
 
@@ -10,19 +10,22 @@ use rand::{Rng, RngCore, SeedableRng};
 use tokio::sync::oneshot;
 use uuid::Uuid;
 
-use crate::stripes::{FragmentBytes, Parity, ParityDevice, StripeError, StripeStores, StripeWrite};
+use crate::stripes::{
+    FragmentBytes, Parity, ParityDevice, StoreSet, StripeError, StripeWrite, TargetTransaction,
+};
 use crate::{
-    CollectionId, ObjectId, ObjectStore, Op, StageId, StoreCalls, StoreError, Transaction, WriteSource,
+    CollectionId, ObjectId, ObjectStore, Op, ReplyOf, StageId, StoreCalls, StoreError, StoreFuture,
+    Transaction, WriteSource,
 };
 
 /// Size of a block, in bytes.
 const BLOCK: usize = base::block::BLOCK as usize;
 
-/// An implementation of [`StripeStores`] and its stores. The tests need at least six stores and an
+/// An implementation of [`StoreSet`] and its stores. The tests need at least six stores and an
 /// accelerator.
 pub struct Striped {
     /// The implementation to test.
-    pub stripes: Arc<dyn StripeStores>,
+    pub stripes: Arc<dyn StoreSet>,
     /// The stores that receive the fragments, with their UUIDs.
     pub stores: Vec<(Uuid, Arc<dyn ObjectStore>)>,
 }
@@ -92,6 +95,7 @@ impl Striped {
         self.some_only(&mut rng).await;
         self.damaged(&mut rng).await;
         self.nonsense(&mut rng).await;
+        self.transactions(&mut rng).await;
     }
 
     async fn stages(&self, count: usize, len: u64) -> Vec<Option<(Uuid, StageId)>> {
@@ -250,5 +254,73 @@ impl Striped {
             let (_, store) = self.stores.iter().find(|(known, _)| known == uuid).expect("a known store");
             store.stage_release(*stage);
         }
+    }
+
+    /// Queues transactions of several stores together.
+    async fn transactions(&self, rng: &mut StdRng) {
+        let (oid, key) = (ObjectId::new("joint").expect("a name"), Bytes::from_static(b"k"));
+        let block = |rng: &mut StdRng, blocks: usize| {
+            let mut bytes = vec![0; blocks * BLOCK];
+            rng.fill_bytes(&mut bytes);
+            Payload::compute(0, Bytes::from(bytes))
+        };
+        let write = |payload: &Payload| {
+            let source = WriteSource::Inline(payload.clone());
+            let (oid, entries) = (oid.clone(), vec![(key.clone(), payload.data().slice(..8))]);
+            Transaction::new(cid())
+                .with(Op::Write { oid: oid.clone(), offset: 0, source })
+                .with(Op::OmapSet { oid, entries })
+        };
+        let guarded = |payload: &Payload, value: &Bytes| {
+            let guard = Op::GuardOmap { oid: oid.clone(), key: key.clone(), value: Some(value.clone()) };
+            let mut transaction = write(payload);
+            transaction.ops.insert(0, guard);
+            transaction
+        };
+        // Small transactions travel inside a message, and large ones beside it.
+        for blocks in [1, 2, 64] {
+            let [first, second, third] = [(); 3].map(|()| block(rng, blocks));
+            // Equal payload for all stores, as in a mirror.
+            let all = self.stores.iter().map(|(uuid, _)| (*uuid, write(&first))).collect();
+            let replies = self.queue(all);
+            // Each store has the transactions in their order, whether they are queued together or
+            // alone.
+            let (_, alone) = &self.stores[0];
+            let value = first.data().slice(..8);
+            let own = alone.queue_transaction(guarded(&second, &value));
+            let [zero, one, two] = [0, 1, 2].map(|at| self.stores[at].0);
+            let value_now = second.data().slice(..8);
+            let mixed = self.queue(vec![
+                (zero, guarded(&third, &value_now)),
+                (one, guarded(&third, &value_now)),
+                (two, guarded(&second, &value)),
+                // A second transaction of a store follows its first.
+                (zero, guarded(&second, &third.data().slice(..8))),
+                (Uuid::from_u128(u128::MAX), write(&first)),
+            ]);
+            for reply in replies {
+                reply.await.expect("a transaction of several stores");
+            }
+            own.await.expect("a transaction of one store");
+            let mixed = futures::future::join_all(mixed).await;
+            let is_failed = |outcome: &crate::Result<()>| matches!(outcome, Err(StoreError::GuardFailed(_)));
+            assert!(is_failed(&mixed[1]), "the guard of one store does not hold: {:?}", mixed[1]);
+            assert!(matches!(mixed[4], Err(StoreError::Absent(_))), "{:?}", mixed[4]);
+            for number in [0, 2, 3] {
+                assert_eq!(mixed[number], Ok(()), "transaction {number} succeeds on its own");
+            }
+            let expected = [&second, &first, &second, &first, &first, &first];
+            for ((_, store), expected) in self.stores.iter().zip(expected) {
+                let read = store.read(&cid(), &oid, 0, expected.len() as u64, None).await.expect("a read");
+                read.verify().expect("the right checksums");
+                assert!(read.contiguous() == *expected.data(), "the object has other data");
+            }
+        }
+    }
+
+    fn queue(&self, transactions: Vec<(Uuid, Transaction)>) -> Vec<ReplyOf<StoreFuture, ()>> {
+        let one = |(uuid, transaction)| TargetTransaction { uuid, incarnation: None, transaction };
+        let transactions = transactions.into_iter().map(one).collect();
+        self.stripes.queue_transactions(transactions).into_iter().map(crate::done).collect()
     }
 }

@@ -1,4 +1,4 @@
-//! [`LocalStripes`]: writes stripes to stores in this process.
+//! [`LocalStoreSet`]: the stores in this process.
 
 use std::sync::Arc;
 
@@ -8,25 +8,25 @@ use futures::future::join_all;
 use uuid::Uuid;
 
 use super::{
-    Coded, Engines, FragmentBuf, FragmentBytes, HostReading, Parity, StoreStage, StripeError, StripeStores,
-    StripeWrite,
+    Coded, Engines, FragmentBuf, FragmentBytes, HostReading, Parity, StoreSet, StoreStage, StripeError,
+    StripeWrite, TargetTransaction,
 };
-use crate::{ObjectStore, StoreCalls, StoreError};
+use crate::{ObjectStore, StoreCalls, StoreError, StoreFuture, StoreRequest, ready};
 
 /// Maximum total size of the fragments of one call, in bytes. The value is arbitrary.
 const MAX_BYTES: usize = 64 << 20;
 
-/// A set of stores in this process that accepts stripes.
-pub struct LocalStripes {
+/// The stores in this process.
+pub struct LocalStoreSet {
     stores: Vec<(Uuid, Arc<dyn ObjectStore>)>,
     engines: Arc<Engines>,
 }
 
-impl LocalStripes {
+impl LocalStoreSet {
     /// Creates the set from the stores and their UUIDs.
     #[must_use]
-    pub fn new(stores: Vec<(Uuid, Arc<dyn ObjectStore>)>, engines: Arc<Engines>) -> LocalStripes {
-        LocalStripes { stores, engines }
+    pub fn new(stores: Vec<(Uuid, Arc<dyn ObjectStore>)>, engines: Arc<Engines>) -> LocalStoreSet {
+        LocalStoreSet { stores, engines }
     }
 
     fn start(
@@ -56,7 +56,7 @@ impl LocalStripes {
     }
 }
 
-impl StripeStores for LocalStripes {
+impl StoreSet for LocalStoreSet {
     fn max_bytes(&self) -> usize {
         MAX_BYTES
     }
@@ -67,6 +67,18 @@ impl StripeStores for LocalStripes {
         coded: Option<Coded>,
     ) -> BoxFuture<'static, Result<(), StripeError>> {
         self.start(write, coded).unwrap_or_else(|e| Box::pin(std::future::ready(Err(e))))
+    }
+
+    fn queue_transactions(&self, transactions: Vec<TargetTransaction>) -> Vec<StoreFuture> {
+        let queue = |TargetTransaction { uuid, incarnation, transaction }| match self
+            .stores
+            .iter()
+            .find(|(known, _)| *known == uuid)
+        {
+            Some((_, store)) => store.submit(StoreRequest::Transact { transaction, incarnation }),
+            None => ready(Err(StoreError::Absent(format!("target {uuid} has no store here")))),
+        };
+        transactions.into_iter().map(queue).collect()
     }
 
     fn host_reading(&self) -> BoxFuture<'static, crate::Result<HostReading>> {
@@ -146,7 +158,7 @@ mod tests {
         let engines = Arc::new(engines);
         let store = |uuid| (Uuid::from_u128(uuid), Arc::new(MemStore::new()) as Arc<dyn ObjectStore>);
         let stores: Vec<(Uuid, Arc<dyn ObjectStore>)> = (1..=6).map(store).collect();
-        let stripes = Arc::new(LocalStripes::new(stores.clone(), Arc::clone(&engines)));
+        let stripes = Arc::new(LocalStoreSet::new(stores.clone(), Arc::clone(&engines)));
         Striped { stripes, stores }.run(seed()).await;
         let stats = engines.stats();
         assert!(stats.iter().all(|engine| engine.tasks > 0 && engine.failed == 0), "{stats:?}");

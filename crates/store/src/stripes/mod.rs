@@ -20,10 +20,10 @@ use serde::{Deserialize, Serialize};
 use tokio::sync::oneshot;
 use uuid::Uuid;
 
-use crate::{ObjectStore, StageId, StoreError};
+use crate::{ObjectStore, StageId, StoreError, StoreFuture, Transaction};
 
 pub use engines::{EngineOptions, Engines};
-pub use local::{LocalStripes, write_parts};
+pub use local::{LocalStoreSet, write_parts};
 
 /// The device that computes parity on the side of the stores.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -201,22 +201,41 @@ pub struct HostReading {
 /// parity is computed, the stores drop the sender.
 pub type Coded = oneshot::Sender<Option<Duration>>;
 
-/// A set of stores that accepts whole stripes.
+/// A transaction for one store of a [`StoreSet`].
+#[derive(Debug)]
+pub struct TargetTransaction {
+    /// The UUID of the store's target.
+    pub uuid: Uuid,
+    /// The only incarnation in which the store may execute the transaction; `None` for any
+    /// incarnation.
+    pub incarnation: Option<u64>,
+    /// The transaction.
+    pub transaction: Transaction,
+}
+
+/// The stores of one host. The methods make calls that concern several of these stores.
 ///
 /// **Threads.** Any thread may call the methods, as with [`ObjectStore`].
-pub trait StripeStores: Send + Sync {
+pub trait StoreSet: Send + Sync {
     /// Returns the maximum total size of all fragments of one call, parity included, in bytes.
     fn max_bytes(&self) -> usize;
 
     /// Writes a part of each fragment to the fragment's stage, as
-    /// [`StoreCalls::stage_write`](crate::StoreCalls::stage_write) does. Computes the parity first
-    /// if `write` requests that, and then verifies the checksums of the data. Queue transactions that name the stages only after the future has
-    /// resolved.
+    /// [`StoreCalls::stage_write`](crate::StoreCalls::stage_write) does. Computes the parity first if
+    /// `write` requests that, and then verifies the checksums of the data. Queue transactions that
+    /// name the stages only after the future has resolved.
     fn stage_stripes(
         &self,
         write: StripeWrite,
         coded: Option<Coded>,
     ) -> BoxFuture<'static, Result<(), StripeError>>;
+
+    /// Queues a transaction on each of several stores, as
+    /// [`StoreCalls::queue_transaction_in`](crate::StoreCalls::queue_transaction_in) does. Returns the
+    /// replies in the order of the transactions. Each transaction succeeds or fails on its own, and
+    /// keeps its place in the order of its store's requests. The reply of a fast store may be delayed
+    /// by a few milliseconds, so that one message carries several replies.
+    fn queue_transactions(&self, transactions: Vec<TargetTransaction>) -> Vec<StoreFuture>;
 
     /// Reads the load counters of the host's CPUs.
     fn host_reading(&self) -> BoxFuture<'static, crate::Result<HostReading>>;

@@ -11,8 +11,10 @@ use ec::offload::accelerator::{self, AcceleratorOptions};
 use ec::offload::batch::EngineRate;
 use ec::offload::host_load::LoadCounters;
 use osd::{CodingConfig, OsdConfig, StripesAt};
+use store::StoreFuture;
 use store::stripes::{
-    Coded, EngineOptions, Engines, HostReading, LocalStripes, StripeError, StripeStores, StripeWrite,
+    Coded, EngineOptions, Engines, HostReading, LocalStoreSet, StoreSet, StripeError, StripeWrite,
+    TargetTransaction,
 };
 use wire::CodingOffload;
 
@@ -137,12 +139,12 @@ async fn the_coding_mode_can_be_changed_while_the_node_runs() {
 
 /// Stripe stores on a host that reports the load that the test sets.
 struct Moody {
-    inner: LocalStripes,
+    inner: LocalStoreSet,
     is_busy: AtomicBool,
     reading: Mutex<LoadCounters>,
 }
 
-impl StripeStores for Moody {
+impl StoreSet for Moody {
     fn max_bytes(&self) -> usize {
         self.inner.max_bytes()
     }
@@ -153,6 +155,10 @@ impl StripeStores for Moody {
         coded: Option<Coded>,
     ) -> BoxFuture<'static, Result<(), StripeError>> {
         self.inner.stage_stripes(write, coded)
+    }
+
+    fn queue_transactions(&self, transactions: Vec<TargetTransaction>) -> Vec<StoreFuture> {
+        self.inner.queue_transactions(transactions)
     }
 
     fn host_reading(&self) -> BoxFuture<'static, store::Result<HostReading>> {
@@ -170,12 +176,12 @@ async fn a_busy_host_gets_no_coding_tasks_until_it_is_idle_again() {
     let mut node = Node::of(redundancy.targets(), config());
     let engines = Arc::new(Engines::start(EngineOptions::default(), None).unwrap());
     let host = Arc::new(Moody {
-        inner: LocalStripes::new(node.targets(), engines),
+        inner: LocalStoreSet::new(node.targets(), engines),
         is_busy: AtomicBool::new(true),
         reading: Mutex::default(),
     });
     node.config.coding.mode = "latency-sensitive".parse().unwrap();
-    node.config.coding.stripes = StripesAt::There(Arc::clone(&host) as Arc<dyn StripeStores>);
+    node.config.coding.stripes = StripesAt::There(Arc::clone(&host) as Arc<dyn StoreSet>);
     node.restart();
     let client = node.client().await;
     client.create_pool_with("pool", 2, redundancy).await.unwrap();

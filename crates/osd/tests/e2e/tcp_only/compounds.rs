@@ -413,7 +413,7 @@ impl Rig {
                     let attachment = Attachment::connect(endpoint, options).await.unwrap();
                     assert!(attachment.status().by_dma, "{:?}", attachment.status());
                     config.placement = Placement::Dpu;
-                    config.coding.stripes = StripesAt::There(attachment.stripes());
+                    config.coding.stripes = StripesAt::There(attachment.store_set());
                     let targets: Vec<_> = (0..stores.len())
                         .map(|index| attachment.store(index) as Arc<dyn ObjectStore>)
                         .collect();
