@@ -16,9 +16,10 @@ use bytes::{Bytes, BytesMut};
 use super::alloc::{Allocator, Purse};
 use super::changes::Changes;
 use super::extent::{Extent, push_block};
+use super::leaf::{BlockRef, PackedLeaf};
 use super::log::Record;
 use super::need::Need;
-use super::records::{MapLeaf, Onode, RefPage, decode_oid, key};
+use super::records::{Onode, RefPage, decode_oid, key};
 use super::staged::StageTable;
 use super::view::{IndexView, Loaded};
 use crate::transaction::{check_guard, guarded};
@@ -74,6 +75,8 @@ pub(crate) struct Context<'a> {
 #[derive(Debug, Default)]
 pub(crate) struct TransactionEffect {
     pub(crate) record: Record,
+    /// The leaves that the record has patches for, with their keys.
+    pub(crate) leaves: Vec<(Bytes, PackedLeaf)>,
     /// Data to be written to newly allocated blocks: first block, bytes (the last block may be
     /// short).
     pub(crate) writes: Vec<(u64, Bytes)>,
@@ -105,6 +108,31 @@ struct Owner {
     has_leaf_key: bool,
 }
 
+/// A leaf that a transaction has looked up.
+#[derive(Default)]
+struct KnownLeaf {
+    leaf: PackedLeaf,
+    is_changed: bool,
+    /// The blocks that the transaction has changed, if the index has the leaf and no block became a
+    /// hole.
+    patch: Option<PackedLeaf>,
+}
+
+impl KnownLeaf {
+    /// Maps consecutive positions, beginning with `first`, to the blocks in `new`. Returns the replaced
+    /// blocks. All block numbers must be less than `limit`.
+    fn replace(&mut self, limit: u64, first: u64, new: &[Option<BlockRef>]) -> Result<Vec<BlockRef>> {
+        let mut replaced = Vec::new();
+        self.leaf = self.leaf.replaced(limit, first, new, &mut replaced)?;
+        self.is_changed = true;
+        self.patch = match self.patch.take().filter(|_| new.iter().all(Option::is_some)) {
+            Some(patch) => Some(patch.replaced(limit, first, new, &mut Vec::new())?),
+            None => None,
+        };
+        Ok(replaced)
+    }
+}
+
 /// A transaction that is being applied.
 pub(crate) struct Apply<'a> {
     context: Context<'a>,
@@ -114,8 +142,11 @@ pub(crate) struct Apply<'a> {
     put_bytes: usize,
     /// The onodes that the transaction has looked up, by their keys.
     onodes: BTreeMap<Bytes, KnownOnode>,
-    /// Leaves by object number and leaf number, and whether they were changed.
-    leaves: BTreeMap<(u64, u64), (MapLeaf, bool)>,
+    /// The leaves that the transaction has looked up, by object number and leaf number.
+    leaves: BTreeMap<(u64, u64), KnownLeaf>,
+    /// The changes of leaves in `puts`, by their keys. A leaf that is absent here was changed as a
+    /// whole.
+    patches: BTreeMap<Bytes, PackedLeaf>,
     /// The objects that the transaction has looked up, by object number.
     owners: BTreeMap<u64, Owner>,
     /// Pages of reference counts, each with its stored value before the transaction.
@@ -145,6 +176,7 @@ impl<'a> Apply<'a> {
             put_bytes: 0,
             onodes: BTreeMap::new(),
             leaves: BTreeMap::new(),
+            patches: BTreeMap::new(),
             owners: BTreeMap::new(),
             refs: BTreeMap::new(),
             allocated: Vec::new(),
@@ -190,8 +222,17 @@ impl<'a> Apply<'a> {
         self.frees.sort_unstable();
         let mut frees = Vec::new();
         self.frees.iter().for_each(|b| push_block(&mut frees, *b));
+        for (key, patch) in std::mem::take(&mut self.patches) {
+            // The transaction may have removed the leaf, or moved it into an onode.
+            if let Some(Some(leaf)) = self.puts.get(&key) {
+                outcome.leaves.push((key.clone(), PackedLeaf::from(leaf.clone())));
+                outcome.record.patches.push((key.clone(), patch.into()));
+                self.puts.remove(&key);
+            }
+        }
         outcome.record = Record {
             puts: std::mem::take(&mut self.puts).into_iter().collect(),
+            patches: outcome.record.patches,
             allocs,
             frees,
             deferred: std::mem::take(&mut self.deferred).into_iter().collect(),
@@ -326,6 +367,8 @@ impl<'a> Apply<'a> {
     fn put(&mut self, key: Bytes, value: Option<Bytes>) -> ApplyResult {
         self.put_bytes += key.len() + value.as_ref().map_or(0, Bytes::len) + 8;
         too_large("size in bytes of the changes of a transaction", self.put_bytes, self.context.max_record)?;
+        // The log stores the whole value, unless the caller adds a patch.
+        self.patches.remove(&key);
         self.puts.insert(key, value);
         Ok(())
     }

@@ -373,7 +373,8 @@ impl Core {
         for extent in &effect.record.frees {
             self.taken.set(*extent, false);
         }
-        self.view.apply(effect.record.puts);
+        let leaves = effect.leaves.into_iter().map(|(key, leaf)| (key, Some(leaf.into())));
+        self.view.apply(effect.record.puts.into_iter().chain(leaves));
         if self.view.presence_outgrown() {
             self.scan(Presence::first_piece());
         }

@@ -14,7 +14,8 @@ use super::bitmap::Bitmap;
 use super::changes::Changes;
 use super::drive::{Drive, FileDrive};
 use super::extent::Extent;
-use super::records::{LEAF_BLOCKS, MapLeaf, Onode, REF_BLOCKS, RefPage, decode_collection, decode_oid, key};
+use super::leaf::{LEAF_BLOCKS, MapLeaf};
+use super::records::{Onode, REF_BLOCKS, RefPage, decode_collection, decode_oid, key};
 use super::recovery::{Recovered, RecoveryMode, recover};
 use crate::{ObjectId, Result, StoreError};
 
@@ -349,7 +350,7 @@ impl Check<'_> {
             this.report.bytes_checked = done * BLOCK;
             progress(done, this.report.blocks);
             if unmarked {
-                let leaf = leaf.encode();
+                let leaf = Bytes::from(leaf.encode());
                 let fixed = onode.map_or(leaf.clone(), |onode| Onode { leaf, ..onode }.encode());
                 this.fixes.insert(key, Some(fixed));
             }

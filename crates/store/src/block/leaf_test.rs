@@ -4,9 +4,12 @@ use std::sync::Arc;
 
 use super::drive::Drive;
 use super::fsck::check;
-use super::records::{INLINE_LEAF, Onode, key};
-use super::recovery::{RecoveryMode, TargetSizes, mkfs, recover};
+use super::leaf::INLINE_LEAF;
+use super::log::{Record, Scan, encode_group, scan};
+use super::records::{Onode, key};
+use super::recovery::{Recovered, RecoveryMode, TargetSizes, mkfs, recover};
 use super::sim::{RecordedDrive, SimStore};
+use super::superblock::{SECTOR, Superblock};
 use crate::conformance::{cid, oid, one, pattern, write};
 use crate::{Op, StoreCalls, Transaction};
 
@@ -157,4 +160,83 @@ fn objects_of_an_earlier_format_are_read_and_changed() {
     assert_eq!((content(&store, "clone"), content(&store, "twin")), (data.clone(), data));
     // Only the object that was not changed has a leaf with a key of its own.
     assert_eq!(leaves(store, &drive), (3, 1));
+}
+
+/// Returns the superblock of a target and the content of its log after the last checkpoint.
+fn log_of(drive: &Arc<RecordedDrive>) -> (Superblock, Scan) {
+    let copy = RecordedDrive::new(drive.image());
+    let shared: Arc<dyn Drive> = copy.clone();
+    let Recovered { superblock, meta, .. } = recover(&shared, 1 << 20, RecoveryMode::Check).unwrap();
+    let found = scan(&*copy, &superblock, meta.log_generation, meta.log_start, false).unwrap();
+    (superblock, found)
+}
+
+/// The log has only the changed blocks of a leaf, and recovery finds the same content.
+#[test]
+fn the_log_has_patches_of_large_leaves() {
+    let drive = new_drive();
+    let c = cid("c");
+    let store = SimStore::mount(&drive, 1).unwrap();
+    let mut expected = pattern(1, 1 << 20).to_vec();
+    let fill = one(&c, Op::CreateCollection).with(write(&oid("o"), 0, expected.clone().into()));
+    run(store.queue_transaction(fill)).unwrap();
+    let mut change = |transaction: Transaction, at: usize, data: &[u8]| {
+        expected[at..at + data.len()].copy_from_slice(data);
+        run(store.queue_transaction(transaction)).unwrap();
+        let record = log_of(&drive).1.groups.pop().unwrap().records.pop().unwrap();
+        let is_whole = record.puts.iter().any(|(key, _)| key[0] == key::LEAF);
+        let lengths: Vec<usize> = record.patches.iter().map(|(_, patch)| patch.len()).collect();
+        (is_whole, lengths)
+    };
+    let block = |n: usize| pattern(n as u64, 4 * KIB);
+    let write_block = |n: usize| write(&oid("o"), (n * 4 * KIB) as u64, block(n));
+    // One block, and blocks that continue one another.
+    assert_eq!(change(one(&c, write_block(9)), 9 * 4 * KIB, &block(9)), (false, vec![12]));
+    let both = [block(20), block(21)].concat();
+    let (is_whole, lengths) = change(one(&c, write_block(20)).with(write_block(21)), 20 * 4 * KIB, &both);
+    assert!(!is_whole && lengths == [16], "{lengths:?}");
+    // A clone of the old block keeps it, as an undo object does.
+    let keep = Op::CloneRange {
+        src: oid("o"),
+        dst: oid("kept"),
+        src_offset: 30 * 4 * KIB as u64,
+        len: 4 * KIB as u64,
+        dst_offset: 0,
+    };
+    let old = pattern(1, 1 << 20).slice(30 * 4 * KIB..31 * 4 * KIB);
+    let kept = one(&c, keep).with(write_block(30));
+    assert_eq!(change(kept, 30 * 4 * KIB, &block(30)), (false, vec![12]));
+    // A hole, and a clone of the whole object, need the whole leaf.
+    let zero = Op::Zero { oid: oid("o"), offset: 40 * 4 * KIB as u64, len: 4 * KIB as u64 };
+    let zeroed = one(&c, write_block(41)).with(zero);
+    assert!(change(zeroed.clone(), 40 * 4 * KIB, &[vec![0; 4 * KIB], block(41).to_vec()].concat()).0);
+    let cloned = one(&c, write_block(50)).with(Op::Clone { src: oid("o"), dst: oid("twin") });
+    assert!(change(cloned, 50 * 4 * KIB, &block(50)).0);
+    assert_eq!(change(one(&c, write_block(60)), 60 * 4 * KIB, &block(60)), (false, vec![12]));
+
+    // The process dies, and recovery applies the patches.
+    drop(store);
+    let store = SimStore::mount(&drive, 2).unwrap();
+    assert!(content(&store, "o") == expected);
+    assert_eq!(content(&store, "kept"), old);
+    leaves(store, &drive);
+}
+
+#[test]
+fn a_patch_of_a_leaf_that_does_not_exist_is_refused() {
+    let drive = new_drive();
+    let shared: Arc<dyn Drive> = drive.clone();
+    drop(SimStore::mount(&drive, 1).unwrap());
+    let (sb, found) = log_of(&drive);
+    let patch = (key::leaf(7, 0), bytes::Bytes::new());
+    let record = Record { patches: vec![patch], next_nid: 8, ..Record::default() };
+    let end = found.groups.last().unwrap().end;
+    let group = encode_group(found.generation, end, end, &[record.encode()]);
+    let slot = end % sb.log_sectors();
+    drive.write_at(sb.log.offset + slot * SECTOR as u64, &group).unwrap();
+    let refused = recover(&shared, 1 << 20, RecoveryMode::Check).unwrap_err();
+    assert!(refused.to_string().contains("which does not exist"), "{refused}");
+    let repaired = recover(&shared, 1 << 20, RecoveryMode::Repair).unwrap();
+    assert!(repaired.damage.iter().any(|damage| damage.contains("which does not exist")));
+    assert_eq!(repaired.changes.get(&key::leaf(7, 0)), Some(&None));
 }

@@ -39,6 +39,19 @@ pub(crate) struct Record {
     pub(crate) deferred: Vec<(u64, Bytes)>,
     /// The number that the next new collection or object gets.
     pub(crate) next_nid: u64,
+    /// Changed leaves of extent maps: their keys, and the changed blocks in the form of a leaf. A leaf
+    /// is in this list or in `puts`.
+    pub(crate) patches: Vec<(Bytes, Bytes)>,
+}
+
+/// A record as earlier versions wrote it: without the last field of [`Record`].
+#[derive(Serialize, Deserialize)]
+struct EarlierRecord {
+    puts: Vec<(Bytes, Option<Bytes>)>,
+    allocs: Vec<Extent>,
+    frees: Vec<Extent>,
+    deferred: Vec<(u64, Bytes)>,
+    next_nid: u64,
 }
 
 impl Record {
@@ -47,7 +60,15 @@ impl Record {
     }
 
     pub(crate) fn decode(bytes: &[u8]) -> Result<Record> {
-        postcard::from_bytes(bytes).map_err(|e| corrupt("log record", e))
+        if let Ok(record) = postcard::from_bytes(bytes) {
+            return Ok(record);
+        }
+        let (earlier, rest) = postcard::take_from_bytes(bytes).map_err(|e| corrupt("log record", e))?;
+        let EarlierRecord { puts, allocs, frees, deferred, next_nid } = earlier;
+        if !rest.is_empty() {
+            return Err(corrupt("log record", "its last bytes are invalid"));
+        }
+        Ok(Record { puts, allocs, frees, deferred, next_nid, patches: Vec::new() })
     }
 }
 
@@ -336,6 +357,7 @@ mod tests {
             let records: Vec<Record> = lens.iter().map(|&len| Record {
                 puts: vec![(Bytes::from(vec![1; len]), Some(Bytes::from(vec![2; len]))), (Bytes::from("k"), None)],
                 allocs: vec![Extent { start: len as u64, len: 3 }],
+                patches: vec![(Bytes::from("leaf"), Bytes::from(vec![3; len / 2]))],
                 ..Record::default()
             }).collect();
             let encoded: Vec<Vec<u8>> = records.iter().map(Record::encode).collect();
@@ -355,6 +377,18 @@ mod tests {
             sector[..4].copy_from_slice(&crc.to_le_bytes());
             let _ = get_sector(&sector);
         }
+    }
+
+    #[test]
+    fn a_record_of_an_earlier_version_can_be_read() {
+        let (puts, extent) = (vec![(Bytes::from("k"), Some(Bytes::from("v")))], Extent { start: 1, len: 2 });
+        let (allocs, frees, deferred) = (vec![extent], vec![extent], vec![(7, Bytes::from("block"))]);
+        let earlier = EarlierRecord { puts, allocs, frees, deferred, next_nid: 9 };
+        let bytes = postcard::to_allocvec(&earlier).unwrap();
+        let found = Record::decode(&bytes).unwrap();
+        assert_eq!((found.puts, found.allocs, found.next_nid), (earlier.puts, earlier.allocs, 9));
+        assert_eq!((found.frees, found.deferred, found.patches), (earlier.frees, earlier.deferred, vec![]));
+        Record::decode(&[&bytes[..], &[1]].concat()).unwrap_err();
     }
 
     /// A log with these groups: generation, sequence number, number up to which the log was flushed,

@@ -44,6 +44,7 @@ mod groups;
 mod hardware;
 mod index;
 mod io;
+mod leaf;
 #[cfg(test)]
 mod leaf_test;
 mod log;
@@ -98,7 +99,7 @@ pub(crate) fn decode_all(bytes: &[u8]) {
     let _ = (log::decode_group(bytes), log::Record::decode(bytes));
     let _ = (
         records::Onode::decode(bytes),
-        records::MapLeaf::decode(bytes, 1 << 20),
+        leaf::MapLeaf::decode(bytes, 1 << 20),
         records::RefPage::decode(bytes),
     );
     let _ = (records::Meta::decode(bytes), records::decode_collection(bytes, bytes));

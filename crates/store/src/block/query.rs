@@ -7,10 +7,11 @@ use bytes::Bytes;
 use super::core::Core;
 use super::extent::Extent;
 use super::io::{Segment, SplitBuffer};
+use super::leaf::{BlockRef, LEAF_BLOCKS, PackedLeaf};
 use super::messages::{ReplySender, send};
 use super::need::Need;
 use super::reads::{Look, PendingRead, ReadRange};
-use super::records::{BlockRef, LEAF_BLOCKS, MapLeaf, Onode, decode_oid, key};
+use super::records::{Onode, decode_oid, key};
 use super::requests::Purpose;
 use super::view::{Loaded, Scanned};
 use crate::{MAX_READ, MetadataQuery, ObjectId, Page, QueryReply, ReadData, Result, Stat, StoreError};
@@ -179,7 +180,7 @@ impl Core {
                     needs.push(need);
                     continue;
                 }
-                Ok(bytes) => MapLeaf::decode_part(&bytes.unwrap_or_default(), limit, from, to),
+                Ok(bytes) => PackedLeaf::from(bytes.unwrap_or_default()).part(limit, from, to),
             };
             match places {
                 Ok(places) => map.extend(places),

@@ -1,5 +1,6 @@
 //! Creation of a target, and recovery of a target after a crash.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use base::block::{BLOCK, BLOCK_SIZE, crc32c};
@@ -12,8 +13,9 @@ use super::checkpoint::{Checkpoint, CheckpointPart, Deferred};
 use super::drive::{Drive, read_stable};
 use super::extent::Extent;
 use super::index::Index;
+use super::leaf::PackedLeaf;
 use super::log::{self, GROUP_SECTORS, Record};
-use super::records::{MapLeaf, Meta, Onode, corrupt, key};
+use super::records::{Meta, Onode, corrupt, key};
 use super::region::{GROWTH, IndexRegion};
 use super::superblock::{Region, SECTOR, SUPERBLOCKS, Superblock};
 use crate::{Result, StoreError};
@@ -169,6 +171,10 @@ pub(crate) struct Recovered {
     unflushed: Vec<DriveData>,
     /// Sequence number of the first sector of the log that may not have been flushed.
     unflushed_log: u64,
+    /// Keys of leaves that were absent when a patch was applied to them. The index may lack such a leaf
+    /// if a checkpoint was interrupted after a part of its commits: a later record then removes the
+    /// leaf or has all of it.
+    baseless: BTreeSet<Bytes>,
     /// Descriptions of damage that was ignored. Empty unless the target is read for a repair.
     pub(crate) damage: Vec<String>,
 }
@@ -232,6 +238,7 @@ pub(crate) fn recover(drive: &Arc<dyn Drive>, index_cache: usize, mode: Recovery
         unflushed: Vec::new(),
         unflushed_log: scan.witnessed.max(meta.log_start),
         meta,
+        baseless: BTreeSet::new(),
         damage,
         superblock,
     };
@@ -254,6 +261,14 @@ pub(crate) fn recover(drive: &Arc<dyn Drive>, index_cache: usize, mode: Recovery
         // over it.
         group.records.into_iter().try_for_each(|record| recovered.replay(record))?;
         recovered.log_end = group.end;
+    }
+    for name in std::mem::take(&mut recovered.baseless) {
+        let damage = format!("it changes the leaf {}, which does not exist", name.escape_ascii());
+        if !repair {
+            return Err(corrupt("log record", damage));
+        }
+        recovered.damage.push(format!("a record of the log is wrong: {damage}"));
+        recovered.changes.insert(name, None);
     }
     Ok(recovered)
 }
@@ -319,14 +334,18 @@ impl Recovered {
         let taken_by_record = |block| record.allocs.iter().any(|e| e.blocks().contains(&block));
         let deferred = |block| record.deferred.iter().any(|(b, _)| *b == block);
         let mut content = vec![0; BLOCK_SIZE];
-        for (name, value) in &record.puts {
-            let leaf = match (name.first(), value) {
-                (Some(&key::LEAF), Some(value)) => value.clone(),
-                (Some(&key::ONODE), Some(value)) => Onode::decode(value)?.leaf,
-                _ => continue,
-            };
-            let leaf = MapLeaf::decode(&leaf, self.superblock.data_blocks())?;
-            for block in leaf.blocks.iter().flatten() {
+        let leaf_in = |(name, value): &(Bytes, Option<Bytes>)| -> Result<_> {
+            match (name.first(), value) {
+                (Some(&key::LEAF), Some(value)) => Ok(Some(value.clone())),
+                (Some(&key::ONODE), Some(value)) => Ok(Some(Onode::decode(value)?.leaf)),
+                _ => Ok(None),
+            }
+        };
+        let leaves = record.puts.iter().map(leaf_in);
+        let patches = record.patches.iter().map(|(_, patch)| Ok(Some(patch.clone())));
+        for leaf in leaves.chain(patches).filter_map(Result::transpose) {
+            for block in PackedLeaf::from(leaf?).blocks(self.superblock.data_blocks()) {
+                let block = block?;
                 if !taken_by_record(block.block) || deferred(block.block) {
                     continue;
                 }
@@ -365,7 +384,22 @@ impl Recovered {
         if unexpected > 0 {
             return Err(corrupt("log record", format!("{unexpected} blocks were allocated or freed twice")));
         }
-        self.changes.extend(record.puts);
+        for (name, value) in record.puts {
+            self.baseless.remove(&name);
+            self.changes.insert(name, value);
+        }
+        for (name, patch) in record.patches {
+            let leaf = match self.changes.get(&name) {
+                Some(changed) => changed.clone(),
+                None => self.index.get_many(std::slice::from_ref(&name))?.pop().flatten(),
+            };
+            if leaf.is_none() {
+                self.baseless.insert(name.clone());
+            }
+            let leaf = PackedLeaf::from(leaf.unwrap_or_default());
+            let patched = leaf.patched(self.superblock.data_blocks(), &patch.into())?;
+            self.changes.insert(name, Some(patched.into()));
+        }
         self.next_nid = self.next_nid.max(record.next_nid);
         Ok(())
     }

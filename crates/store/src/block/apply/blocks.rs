@@ -5,12 +5,11 @@ use std::collections::btree_map::Entry;
 use base::block::{self, BLOCK, BLOCK_SIZE};
 use bytes::{Bytes, BytesMut};
 
-use super::{Apply, ApplyResult, KnownOnode, Stop, padded};
+use super::{Apply, ApplyResult, KnownLeaf, KnownOnode, Stop, padded};
 use crate::block::extent::{Extent, total};
+use crate::block::leaf::{BlockRef, INLINE_LEAF, LEAF_BLOCKS, PackedLeaf};
 use crate::block::need::Need;
-use crate::block::records::{
-    BlockRef, INLINE_LEAF, LEAF_BLOCKS, MapLeaf, Onode, REF_BLOCKS, RefPage, corrupt, key,
-};
+use crate::block::records::{Onode, REF_BLOCKS, RefPage, corrupt, key};
 
 impl Apply<'_> {
     /// Loads leaves `first..=last` of an object into `leaves`. If some of the leaves are not in
@@ -23,20 +22,20 @@ impl Apply<'_> {
                 continue;
             }
             let key = key::leaf(nid, number);
+            let mut patch = None;
             let stored = match self.puts.get(&key) {
                 Some(changed) => Ok(changed.clone()),
                 None if number == 0 && !onode.leaf.is_empty() => Ok(Some(onode.leaf.clone())),
-                None if nid < self.first_nid => self.get(&key),
+                None if nid < self.first_nid => self.get(&key).inspect(|stored| {
+                    patch = stored.is_some().then(PackedLeaf::default);
+                }),
                 // If this transaction has created the object, all its leaves are in `puts`.
                 None => Ok(None),
             };
             match stored {
-                Ok(Some(bytes)) => {
-                    let leaf = MapLeaf::decode(&bytes, self.context.data_blocks)?;
-                    self.leaves.insert((nid, number), (leaf, false));
-                }
-                Ok(None) => {
-                    self.leaves.insert((nid, number), (MapLeaf::default(), false));
+                Ok(stored) => {
+                    let leaf = stored.unwrap_or_default().into();
+                    self.leaves.insert((nid, number), KnownLeaf { leaf, is_changed: false, patch });
                 }
                 Err(Stop::Need(needs)) => missing.extend(needs),
                 Err(stop) => return Err(stop),
@@ -48,16 +47,19 @@ impl Apply<'_> {
     pub(super) fn lookup(&mut self, onode: &Onode, number: u64) -> ApplyResult<Option<BlockRef>> {
         let leaf = number / LEAF_BLOCKS;
         self.load_leaves(onode, leaf, leaf)?;
-        Ok(self.leaves[&(onode.nid, leaf)].0.get(number % LEAF_BLOCKS))
+        Ok(self.leaves[&(onode.nid, leaf)].leaf.get(self.context.data_blocks, number % LEAF_BLOCKS)?)
     }
 
     /// Moves the changed leaves into `puts`, so that scans see them.
     pub(super) fn store_leaves(&mut self) -> ApplyResult {
-        for ((nid, number), (leaf, dirty)) in std::mem::take(&mut self.leaves) {
-            if dirty {
-                let value = (leaf.mapped() > 0).then(|| leaf.encode());
-                self.put(key::leaf(nid, number), value)?;
+        for ((nid, number), KnownLeaf { leaf, is_changed, patch }) in std::mem::take(&mut self.leaves) {
+            if !is_changed {
+                continue;
             }
+            let key = key::leaf(nid, number);
+            let patch = patch.filter(|patch| patch.len() < leaf.len());
+            self.put(key.clone(), (!leaf.is_empty()).then(|| leaf.into()))?;
+            patch.into_iter().for_each(|patch| drop(self.patches.insert(key.clone(), patch)));
         }
         Ok(())
     }
@@ -127,14 +129,12 @@ impl Apply<'_> {
         while at < end {
             let number = at / LEAF_BLOCKS;
             let stop = end.min((number + 1) * LEAF_BLOCKS);
-            let (mut leaf, _) = self.leaves.remove(&(onode.nid, number)).expect("leaves were loaded");
+            let leaf = self.leaves.get_mut(&(onode.nid, number)).expect("leaves were loaded");
             let new = &new[(at - first) as usize..(stop - first) as usize];
+            let replaced = leaf.replace(self.context.data_blocks, at % LEAF_BLOCKS, new)?;
             onode.blocks += new.iter().flatten().count() as u64;
-            leaf.replace(at % LEAF_BLOCKS, new, |old| {
-                onode.blocks -= 1;
-                self.release(old)
-            })?;
-            self.leaves.insert((onode.nid, number), (leaf, true));
+            onode.blocks -= replaced.len() as u64;
+            replaced.into_iter().try_for_each(|old| self.release(old))?;
             at = stop;
         }
         Ok(())
@@ -145,10 +145,9 @@ impl Apply<'_> {
     pub(super) fn drop_leaves_from(&mut self, onode: &Onode, first: u64) -> ApplyResult<u64> {
         let mut dropped = 0;
         for (key, value) in self.leaf_entries(onode, first, None)? {
-            let leaf = MapLeaf::decode(&value, self.context.data_blocks)?;
-            for block in leaf.blocks.into_iter().flatten() {
+            for block in PackedLeaf::from(value).blocks(self.context.data_blocks) {
                 dropped += 1;
-                self.release(block)?;
+                self.release(block?)?;
             }
             self.put(key, None)?;
         }

@@ -4,7 +4,8 @@ use base::block::{self, BLOCK, BLOCK_SIZE, Payload};
 use bytes::Bytes;
 
 use super::{Apply, ApplyResult, KnownOnode};
-use crate::block::records::{BlockRef, LEAF_BLOCKS, MapLeaf, Onode, key};
+use crate::block::leaf::{BlockRef, LEAF_BLOCKS, MapLeaf};
+use crate::block::records::{Onode, key};
 use crate::{CollectionId, ObjectId};
 
 /// A piece of a range that is being cloned.
@@ -30,6 +31,11 @@ fn pieces(from: u64, to: u64, len: u64) -> Vec<(u64, u64, bool)> {
     pieces
 }
 
+/// Whether a block has to be marked as shared before it is shared.
+fn is_unmarked(block: &Option<BlockRef>) -> bool {
+    block.is_some_and(|block| !block.shared)
+}
+
 impl Apply<'_> {
     pub(super) fn clone_object(&mut self, cid: &CollectionId, src: &ObjectId, dst: &ObjectId) -> ApplyResult {
         let (_, source) = self.existing(cid, src)?;
@@ -44,7 +50,7 @@ impl Apply<'_> {
             let mut leaf = MapLeaf::decode(&value, self.context.data_blocks)?;
             leaf.blocks.iter_mut().flatten().for_each(|block| block.shared = true);
             self.add_references(&leaf.blocks)?;
-            let value = leaf.encode();
+            let value = Bytes::from(leaf.encode());
             let twin = [&key::range(key::LEAF, copy.nid).0[..], &key::rest(&key)].concat();
             self.put(key, Some(value.clone()))?;
             self.put(twin.into(), Some(value))?;
@@ -107,15 +113,18 @@ impl Apply<'_> {
         while at < end {
             let number = at / LEAF_BLOCKS;
             let stop = end.min((number + 1) * LEAF_BLOCKS);
-            let (leaf, dirty) = self.leaves.get_mut(&(onode.nid, number)).expect("leaves were loaded");
-            for place in at..stop {
-                let slot = leaf.blocks.get_mut((place % LEAF_BLOCKS) as usize).and_then(Option::as_mut);
-                blocks.push(slot.map(|slot| {
-                    *dirty |= !slot.shared;
-                    slot.shared = true;
-                    *slot
-                }));
+            let leaf = self.leaves.get_mut(&(onode.nid, number)).expect("leaves were loaded");
+            let (limit, first) = (self.context.data_blocks, at % LEAF_BLOCKS);
+            let mut found = leaf.leaf.part(limit, first, first + (stop - at))?;
+            let mut place = first;
+            for run in found.chunk_by_mut(|a, b| is_unmarked(a) == is_unmarked(b)) {
+                if run.first().is_some_and(is_unmarked) {
+                    run.iter_mut().flatten().for_each(|block| block.shared = true);
+                    leaf.replace(limit, place, run)?;
+                }
+                place += run.len() as u64;
             }
+            blocks.append(&mut found);
             at = stop;
         }
         self.add_references(&blocks)?;

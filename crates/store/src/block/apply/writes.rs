@@ -4,7 +4,8 @@ use base::block::{self, BLOCK, BLOCK_SIZE, Payload};
 use bytes::{Bytes, BytesMut};
 
 use super::{Apply, ApplyResult, too_large};
-use crate::block::records::{BlockRef, LEAF_BLOCKS, Onode, corrupt, key};
+use crate::block::leaf::{BlockRef, LEAF_BLOCKS};
+use crate::block::records::{Onode, corrupt, key};
 use crate::block::staged::StagedBlock;
 use crate::stage::{block_not_available, check_staged_use};
 use crate::{StageId, StoreError};
