@@ -39,6 +39,8 @@ pub(crate) const SLOTS: u64 = 128;
 const FORMAT: u8 = 2;
 /// Earlier format of the membership record, which can still be read.
 const OLD_FORMAT: u8 = 1;
+/// Usual length of an encoded value, in bytes.
+const USUAL: usize = 256;
 /// Prefix of the ids of the array's own objects, which sort before all other objects.
 const OWN: &[u8] = b"\0\0\0\0\0a";
 
@@ -398,7 +400,7 @@ impl GroupEntry {
 /// Encodes a value for storage.
 pub(crate) fn encode<T: Serialize>(value: &T) -> Bytes {
     // Encoding cannot fail: the output grows as needed, and the types are plain data.
-    postcard::to_allocvec(value).expect("plain data can be encoded").into()
+    postcard::to_extend(value, Vec::with_capacity(USUAL)).expect("plain data can be encoded").into()
 }
 
 fn plain<T: DeserializeOwned>(bytes: &[u8]) -> Option<T> {

@@ -278,6 +278,8 @@ impl Group {
         let notes: Vec<(Bytes, Bytes)> =
             started.dirty.iter().map(|oid| (key_dirty(oid), Bytes::new())).collect();
         let mut content = SlotContent::new(started.change);
+        // Many members have equal intents.
+        let mut encoded: Vec<(StoredIntent, (Bytes, Bytes))> = Vec::new();
         let transactions = (0..self.layout.fragments()).map(|position| {
             let link = self.takes_part(interval, position)?;
             let mut ops = Vec::new();
@@ -286,7 +288,15 @@ impl Group {
             content.add(started.change, position, &intent, self.undo_bytes(work, position));
             let StartedChange { change, settled, place, .. } = started;
             let mut entries = notes.clone();
-            entries.push(StoredIntent { change, settled, place, intent }.entry());
+            let intent = StoredIntent { change, settled, place, intent };
+            entries.push(match encoded.iter().find(|(known, _)| *known == intent) {
+                Some((_, entry)) => entry.clone(),
+                None => {
+                    let entry = intent.entry();
+                    encoded.push((intent, entry.clone()));
+                    entry
+                }
+            });
             ops.push(Op::OmapSet { oid: own_object(), entries });
             Some((link, Transaction { collection: self.cid.clone(), ops, uses_reserve }))
         });

@@ -9,10 +9,10 @@ use base::block::Payload;
 use bytes::{Buf, Bytes};
 use store::{CollectionId, ObjectId, Op, Result, StageId, StoreError, Transaction, WriteSource};
 
-/// The encodings of the transactions of one call. Members of a mirror execute equal transactions,
-/// and members of other arrays may write equal payload. Equal transactions that follow one another
-/// therefore share one encoding, and equal payload at the same place of two transactions that follow
-/// one another is sent once.
+/// The encodings of the transactions of one call. Members of a mirror execute equal transactions, and
+/// so do the members of other arrays whose data a change does not concern. Equal transactions share
+/// one encoding. Equal payload at the same place of two transactions that follow one another is sent
+/// once.
 #[derive(Debug, Default)]
 pub(crate) struct EncodedTransactions {
     /// The encodings without the payload, one after the other.
@@ -29,6 +29,8 @@ pub(crate) struct EncodedTransactions {
     last_payload: Vec<(usize, Bytes)>,
 }
 
+/// Usual length of an encoded transaction, in bytes.
+const USUAL: usize = 512;
 /// Maximum number of ops in a transaction.
 const MAX_OPS: usize = 1 << 16;
 
@@ -57,6 +59,12 @@ const GUARD_XATTR: u8 = 22;
 const GUARD_OMAP: u8 = 23;
 
 impl EncodedTransactions {
+    /// Creates a list without transactions, with memory for `count` of them.
+    pub(crate) fn with_capacity(count: usize) -> EncodedTransactions {
+        let (control, lengths) = (Vec::with_capacity(count * USUAL), Vec::with_capacity(count));
+        EncodedTransactions { control, lengths, ..EncodedTransactions::default() }
+    }
+
     /// Adds a transaction, and returns the number of its encoding. Each payload starts at a multiple
     /// of `align` in the data section. `stage_id` translates the osd's number of a stage into the
     /// host's number.
@@ -80,13 +88,16 @@ impl EncodedTransactions {
             out.op(op, &mut stage_id)?;
         }
         self.last_payload = out.payload;
-        let (before, own) = self.control.split_at(start);
-        let last_len = self.lengths.last().map_or(0, |len| *len as usize);
-        if last_len > 0 && before.ends_with(own) && last_len == own.len() {
-            self.control.truncate(start);
-        } else {
-            self.lengths.push(own.len() as u32);
+        let (mut before, own) = self.control.split_at(start);
+        for (number, len) in self.lengths.iter().enumerate() {
+            let (encoding, rest) = before.split_at(*len as usize);
+            if encoding == own {
+                self.control.truncate(start);
+                return Ok(number);
+            }
+            before = rest;
         }
+        self.lengths.push(own.len() as u32);
         Ok(self.lengths.len() - 1)
     }
 }
@@ -522,12 +533,12 @@ mod tests {
         for align in [1, 4096] {
             let mut encoded = EncodedTransactions::default();
             let numbers = parts.each_ref().map(|part| encoded.add(part, align, |s| Ok(s.0)).unwrap());
-            assert_eq!((numbers, encoded.lengths.len(), encoded.data.len()), ([0, 0, 1, 2], 3, 3));
+            assert_eq!((numbers, encoded.lengths.len(), encoded.data.len()), ([0, 0, 1, 0], 2, 3));
             let data = data_section(&encoded);
             let mut control = Bytes::from(encoded.control);
             let one = |len: &u32| decode(control.split_to(*len as usize), &data).unwrap();
             let decoded: Vec<Transaction> = encoded.lengths.iter().map(one).collect();
-            assert_eq!(decoded, [first.clone(), longer.clone(), first.clone()]);
+            assert_eq!(decoded, [first.clone(), longer.clone()]);
         }
     }
 

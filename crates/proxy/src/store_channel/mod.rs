@@ -589,7 +589,7 @@ impl State {
             let staged = self.stages.get(&stage.0).filter(|staged| !staged.released);
             staged.map(|staged| staged.host_id).ok_or(StoreError::NoSuchStage(stage.0))
         };
-        let mut encoded = EncodedTransactions::default();
+        let mut encoded = EncodedTransactions::with_capacity(transactions.len());
         let mut parts = Vec::with_capacity(transactions.len());
         for SubmittedTransaction { target, transaction, .. } in transactions {
             let encoding = encoded.add(transaction, align, translate)? as u16;

@@ -5,7 +5,7 @@
 //! fills the ring with valid sectors. After a torn write, each sector therefore has its old or its
 //! new content, and any other content is damage.
 
-use base::block::crc32c;
+use base::block::{BLOCK_SIZE, crc32c};
 use bytes::{Bytes, BytesMut};
 use serde::{Deserialize, Serialize};
 
@@ -56,7 +56,12 @@ struct EarlierRecord {
 
 impl Record {
     pub(crate) fn encode(&self) -> Vec<u8> {
-        postcard::to_allocvec(self).expect("a record can always be encoded")
+        let of_puts = self.puts.iter().map(|(key, value)| key.len() + value.as_ref().map_or(0, Bytes::len));
+        let of_patches = self.patches.iter().map(|(key, patch)| key.len() + patch.len());
+        let lists = self.puts.len() + self.patches.len() + self.allocs.len() + self.frees.len();
+        let blocks = self.deferred.len() * (BLOCK_SIZE + 16);
+        let len = of_puts.chain(of_patches).sum::<usize>() + 16 * lists + blocks + 32;
+        postcard::to_extend(self, Vec::with_capacity(len)).expect("a record can always be encoded")
     }
 
     pub(crate) fn decode(bytes: &[u8]) -> Result<Record> {

@@ -129,7 +129,8 @@ pub(crate) struct Onode {
 impl Onode {
     /// Encodes the onode. The first leaf follows the other fields.
     pub(crate) fn encode(&self) -> Bytes {
-        let out = Vec::with_capacity(64 + self.leaf.len());
+        let xattrs: usize = self.xattrs.iter().map(|(name, value)| name.len() + value.len() + 4).sum();
+        let out = Vec::with_capacity(64 + self.omap_header.len() + xattrs + self.leaf.len());
         let mut out = postcard::to_extend(self, out).expect("an onode can always be encoded");
         out.extend_from_slice(&self.leaf);
         out.into()

@@ -232,13 +232,15 @@ impl IndexView {
     pub(crate) fn apply(&mut self, puts: impl IntoIterator<Item = (Bytes, Option<Bytes>)>) {
         let cache = self.cache.get_mut();
         for (key, value) in puts {
-            if is_onode(&key) && value.is_some() {
-                self.presence.insert(&key);
-            }
+            let is_present = is_onode(&key) && value.is_some();
             let cached = match key.first() {
                 Some(&(key::ONODE | key::LEAF)) => cache.insert(key.clone(), value.clone()),
                 _ => cache.remove(&key),
             };
+            // The filter already has the onode if the index has it.
+            if is_present && !matches!(cached, Some(Some(_))) {
+                self.presence.insert(&key);
+            }
             let replaced = self.active.insert(key.clone(), value.clone());
             let known = replaced.as_ref().or(cached.as_ref());
             let before = known.or_else(|| self.frozen.as_ref()?.get(&key)).and_then(Option::as_ref);
