@@ -321,10 +321,10 @@ impl<'a> Apply<'a> {
                 Ok(check_guard(found, value.as_ref(), || guarded("xattr", name, oid))?)
             }
             Op::GuardOmap { oid, key, value } => {
-                let found = match self.find(cid, oid)?.1 {
-                    Some(onode) if onode.has_omap => self.get(&key::omap(onode.nid, key))?,
-                    _ => None,
-                };
+                let of_object = self.look_up(cid, oid)?;
+                let onode = self.onodes.get(&of_object).and_then(|known| known.onode.as_ref());
+                let entry = onode.filter(|onode| onode.has_omap).map(|onode| key::omap(onode.nid, key));
+                let found = entry.map(|entry| self.get(&entry)).transpose()?.flatten();
                 Ok(check_guard(found.as_ref(), value.as_ref(), || guarded("omap entry", key, oid))?)
             }
             Op::CreateCollection => {

@@ -6,7 +6,7 @@ use bytes::Bytes;
 use super::{Apply, ApplyResult, KnownOnode};
 use crate::block::leaf::{BlockRef, LEAF_BLOCKS, MapLeaf};
 use crate::block::records::{Onode, key};
-use crate::{CollectionId, ObjectId};
+use crate::{CollectionId, ObjectId, StoreError};
 
 /// A piece of a range that is being cloned.
 enum ClonedRange {
@@ -76,7 +76,9 @@ impl Apply<'_> {
         len: u64,
         to: u64,
     ) -> ApplyResult {
-        let (_, source) = self.existing(cid, src)?;
+        let key = self.look_up(cid, src)?;
+        let missing = || StoreError::NoSuchObject(src.to_string());
+        let source = self.onodes.get_mut(&key).and_then(|known| known.onode.take()).ok_or_else(missing)?;
         // The ranges may overlap, so read all data and add references to all shared blocks before
         // overwriting anything.
         let mut parts = Vec::new();
@@ -86,6 +88,9 @@ impl Apply<'_> {
                 false => ClonedRange::Bytes(self.gather(&source, from + done, len as usize)?),
             };
             parts.push((to + done, part));
+        }
+        if let Some(known) = self.onodes.get_mut(&key) {
+            known.onode = Some(source);
         }
         self.change(cid, dst, |this, onode| {
             for (target, part) in parts {
