@@ -23,6 +23,8 @@ pub(crate) struct EncodedTransactions {
     pub(crate) data: Vec<(usize, Bytes)>,
     /// Length of the data section, in bytes.
     pub(crate) data_len: usize,
+    /// Length of the longest data section that a transaction would have alone, in bytes.
+    pub(crate) longest_data: usize,
     /// Stages that the transactions name, by their numbers on the osd's side.
     pub(crate) stages: Vec<StageId>,
     /// The payload of the transaction that was added last, and its offsets in the data section.
@@ -88,6 +90,8 @@ impl EncodedTransactions {
             out.op(op, &mut stage_id)?;
         }
         self.last_payload = out.payload;
+        let alone = |len: usize, (_, piece): &(usize, Bytes)| len.next_multiple_of(align) + piece.len();
+        self.longest_data = self.longest_data.max(self.last_payload.iter().fold(0, alone));
         let (mut before, own) = self.control.split_at(start);
         for (number, len) in self.lengths.iter().enumerate() {
             let (encoding, rest) = before.split_at(*len as usize);

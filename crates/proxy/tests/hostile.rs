@@ -291,9 +291,12 @@ async fn a_transaction_that_is_sent_twice_ends_the_attachment() {
 async fn transactions_without_target_end_the_attachment() {
     let node = vacant().await;
     let many: Vec<(u64, u64, u64)> = (0..17).map(|after| (0, after, 0)).collect();
-    for (n, parts) in [&[][..], &[(0, 0, 0), (1, 0, 0)], &many].into_iter().enumerate() {
+    let one = [(0, 0, 0)];
+    let lies: [(&[_], &[u64]); 4] =
+        [(&[], &[0]), (&[(0, 0, 0), (1, 0, 0)], &[0]), (&many, &[0]), (&one, &[0; 17])];
+    for (n, (parts, lengths)) in lies.into_iter().enumerate() {
         let mut evil = EvilOsd::join(&node).await;
-        evil.send(request(1), &transactions(parts, &[0]), |_| ());
+        evil.send(request(1), &transactions(parts, lengths), |_| ());
         evil.hung_up_on().await;
         assert_eq!(node.server.status().violations, n as u64 + 1);
     }
@@ -323,15 +326,28 @@ async fn invalid_transactions_fail_in_their_order() {
 
 #[tokio::test]
 async fn a_store_limits_the_bytes_of_calls_that_it_holds_back() {
+    // Stage writes that wait for a transaction that never arrives.
+    let stage_write = |_| vec![1, 1, 0, 0, 0, 0];
+    // Transactions of which all but one are executed, and one waits for ever.
+    let mostly_executed = |n: u64| {
+        let parts = (0..15).map(|k| (0, n * 15 + k, 9)).chain([(0, 1 << 40 | n, 0)]);
+        transactions(&parts.collect::<Vec<_>>(), &[0])
+    };
+    held_back(&stage_write).await;
+    held_back(&mostly_executed).await;
+}
+
+/// Sends long calls, which the store must hold back, until the store ends the attachment. `control`
+/// returns the control data of the call with a number, counted from 0.
+async fn held_back(control: &dyn Fn(u64) -> Vec<u8>) {
     let node = vacant().await;
     let mut evil = EvilOsd::join(&node).await;
-    // Send stage writes that wait for a transaction that never arrives.
     let long = Bytes::from(vec![0; 16 << 20]);
     let mut sent = 0;
     let why = loop {
         let mut header = EntryHeader { after: 5, ..request(sent + 1) };
         header.data_len = long.len() as u32;
-        evil.control.push(header, &[1, 1, 0, 0, 0, 0], [long.clone()]);
+        evil.control.push(header, &control(sent), [long.clone()]);
         sent += 1;
         assert!(sent < 64, "the store holds back a GiB of calls");
         let flushed = std::future::poll_fn(|cx| evil.control.poll_flush(cx));

@@ -17,9 +17,10 @@ use futures::future::join_all;
 use outboard_proxy::{AttachmentOptions, DmaTuning, ServedTarget};
 use store::stripes::{StoreSet, TargetTransaction};
 use store::{
-    MemStore, ObjectStore, Op, StageId, StoreCalls, StoreError, StoreFuture, StoreRequest, Submit,
+    MemStore, ObjectId, ObjectStore, Op, StageId, StoreCalls, StoreError, StoreFuture, StoreRequest, Submit,
     Transaction, WriteSource,
 };
+use uuid::Uuid;
 
 /// An attachment with room for one request of 3 MiB at a time.
 async fn narrow(path: Path, mut options: AttachmentOptions) -> Node {
@@ -259,43 +260,133 @@ impl Submit for HeldStore {
     }
 }
 
+type HeldStores = [Arc<HeldStore>; 4];
+
+fn uuid(at: usize) -> Uuid {
+    Uuid::from_u128(at as u128 + 1)
+}
+
+/// A node with four targets whose answers can be held back.
+async fn held_node(path: Path, options: AttachmentOptions) -> (Node, HeldStores) {
+    let store =
+        || Arc::new(HeldStore { inner: MemStore::new(), held: tokio::sync::watch::Sender::new(false) });
+    let stores = [(); 4].map(|()| store());
+    let served = |(at, store): (usize, &Arc<HeldStore>)| ServedTarget {
+        uuid: uuid(at),
+        store: Arc::clone(store) as Arc<dyn ObjectStore>,
+    };
+    let node = node_over(path, stores.iter().enumerate().map(served).collect(), options, offering()).await;
+    for at in 0..4 {
+        make_collection(&(node.attachment.store(at) as Arc<dyn ObjectStore>)).await;
+    }
+    (node, stores)
+}
+
+/// Queues a transaction on each of the first targets together.
+fn queue(
+    node: &Node,
+    transactions: impl IntoIterator<Item = Transaction>,
+) -> Vec<store::ReplyOf<StoreFuture, ()>> {
+    let part = |(at, transaction)| TargetTransaction { uuid: uuid(at), incarnation: None, transaction };
+    let parts = transactions.into_iter().enumerate().map(part).collect();
+    node.attachment.store_set().queue_transactions(parts).into_iter().map(store::done).collect()
+}
+
 #[tokio::test]
 async fn a_slow_target_does_not_delay_the_outcomes_of_the_others() {
-    for (path, len) in [(Path::Dma, 4096), (Path::Dma, MIB), (Path::Unix, 4096)] {
-        let stores = [(); 4].map(|()| {
-            Arc::new(HeldStore { inner: MemStore::new(), held: tokio::sync::watch::Sender::new(false) })
-        });
-        let uuid = |at: usize| uuid::Uuid::from_u128(at as u128 + 1);
-        let served = |(at, store): (usize, &Arc<HeldStore>)| ServedTarget {
-            uuid: uuid(at),
-            store: Arc::clone(store) as Arc<dyn ObjectStore>,
-        };
-        let targets = stores.iter().enumerate().map(served).collect();
-        let node = node_over(path, targets, options(), offering()).await;
-        for at in 0..4 {
-            make_collection(&(node.attachment.store(at) as Arc<dyn ObjectStore>)).await;
-        }
-        let set = node.attachment.store_set();
-        let part =
-            |at: usize| TargetTransaction { uuid: uuid(at), incarnation: None, transaction: write(at, len) };
+    for (path, len, is_mirror) in [
+        (Path::Dma, 4096, false),
+        (Path::Dma, MIB, false),
+        (Path::Dma, MIB, true),
+        (Path::Unix, 4096, false),
+        (Path::Unix, MIB, true),
+    ] {
+        let (node, stores) = held_node(path, options()).await;
         for at in [1, 2] {
             stores[at].held.send_replace(true);
         }
-        let mut replies = set.queue_transactions((0..4).map(part).collect()).into_iter();
-        let [first, second, third, fourth] = [(); 4].map(|()| replies.next().unwrap());
+        let equal = write(7, len);
+        let transaction = |at| if is_mirror { equal.clone() } else { write(at, len) };
+        let mut replies = queue(&node, (0..4).map(transaction)).into_iter();
+        let [first, mut second, mut third, fourth] = [(); 4].map(|()| replies.next().unwrap());
         soon("a fast target waits", first).await.unwrap();
         soon("a fast target waits", fourth).await.unwrap();
-        let (mut second, mut third) = (second, third);
         assert!(futures::poll!(&mut second).is_pending() && futures::poll!(&mut third).is_pending());
         stores[1].held.send_replace(false);
         soon("a released target waits", second).await.unwrap();
         assert!(futures::poll!(&mut third).is_pending());
         // The other targets continue meanwhile.
-        soon("a fast target waits", node.attachment.store(0).queue_transaction(write(9, 4096)))
-            .await
-            .unwrap();
+        let next = node.attachment.store(0).queue_transaction(write(9, 4096));
+        soon("a fast target waits", next).await.unwrap();
         stores[2].held.send_replace(false);
         soon("a released target waits", third).await.unwrap();
         assert_eq!((node.attachment.status().incarnations, node.server.status().violations), (1, 0));
+    }
+}
+
+/// Transactions with different payload hold host memory only until their own targets have answered.
+#[tokio::test]
+async fn a_hung_target_holds_no_host_memory_of_the_others() {
+    let mut options = options();
+    (options.memory.layout.data_len, options.largest_request) = (8 * MIB as u64, 8 * MIB);
+    let (node, stores) = held_node(Path::Dma, options).await;
+    stores[3].held.send_replace(true);
+    let mut replies = Vec::new();
+    for round in 0..4 {
+        replies.extend(queue(&node, (0..4).map(|at| write(round * 4 + at, MIB / 2))));
+    }
+    let large = node.attachment.store(0).queue_transaction(write(99, MIB / 2));
+    soon("a large write to a fast target waits", large).await.unwrap();
+    let probe = node.attachment.store(0).queue_transaction(Transaction::new(cid()));
+    soon("an empty transaction of a fast target waits", probe).await.unwrap();
+    stores[3].held.send_replace(false);
+    for reply in soon("the hung target waits", join_all(replies)).await {
+        reply.unwrap();
+    }
+}
+
+/// The texts of errors name objects, whose ids may be long. All errors must fit into the answers.
+#[tokio::test]
+async fn long_errors_do_not_change_the_outcomes_of_transactions() {
+    let long = ObjectId::new("ü".repeat(500)).unwrap();
+    let guard = || Op::GuardXattr { oid: long.clone(), name: "v".into(), value: Some("x".into()) };
+    let is_failed = |outcome: &store::Result<()>| matches!(outcome, Err(StoreError::GuardFailed(_)));
+    for path in [Path::Unix, Path::Dma] {
+        let cases: [(&[usize], Option<usize>); 3] =
+            [(&[1], None), (&[0, 1, 2, 3], None), (&[0, 1, 2], Some(3))];
+        for (failing, slow) in cases {
+            let (node, stores) = held_node(path, options()).await;
+            let change = |at: usize| {
+                let mut change = write(at, MIB).with(Op::Touch { oid: long.clone() });
+                change.ops.splice(0..0, failing.contains(&at).then(guard));
+                change
+            };
+            if let Some(at) = slow {
+                stores[at].held.send_replace(true);
+            }
+            for make in [&change as &dyn Fn(usize) -> Transaction, &|at| {
+                let Transaction { ops, .. } = change(at);
+                ops.into_iter()
+                    .filter(|op| !matches!(op, Op::Write { .. }))
+                    .fold(Transaction::new(cid()), Transaction::with)
+            }] {
+                for (at, reply) in queue(&node, (0..4).map(make)).into_iter().enumerate() {
+                    if slow == Some(at) {
+                        continue;
+                    }
+                    let outcome = soon("a fast target waits", reply).await;
+                    assert_eq!(is_failed(&outcome), failing.contains(&at), "target {at}: {outcome:?}");
+                    assert_eq!(outcome.is_ok(), !failing.contains(&at), "target {at}: {outcome:?}");
+                }
+            }
+            for store in &stores {
+                store.held.send_replace(false);
+            }
+            let alone = node.attachment.store(0).queue_transaction(Transaction::new(cid()).with(guard()));
+            if failing.contains(&0) {
+                assert!(is_failed(&soon("a transaction waits", alone).await));
+            }
+            assert_eq!((node.attachment.status().incarnations, node.server.status().violations), (1, 0));
+        }
     }
 }

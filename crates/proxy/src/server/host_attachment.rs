@@ -337,10 +337,21 @@ enum Admitted {
 }
 
 impl Admitted {
-    fn size(&self) -> usize {
+    /// Records that the call begins to wait for its turn. Returns the number of bytes that are held
+    /// back because of that.
+    fn hold(&self) -> usize {
         match self {
             Admitted::Call(request) => request.size,
-            Admitted::Transaction(transaction) => transaction.size,
+            Admitted::Transaction(transaction) => transaction.hold(),
+        }
+    }
+
+    /// Records that the turn of the call has come. Returns the number of bytes that are no longer held
+    /// back.
+    fn let_go(&self) -> usize {
+        match self {
+            Admitted::Call(request) => request.size,
+            Admitted::Transaction(transaction) => transaction.let_go(),
         }
     }
 }
@@ -543,6 +554,9 @@ impl HostAttachment {
         if let Ok((StoreCall::Channel(call), _, payload)) = &request.call {
             return self.channel_call(cx, header, *call, payload);
         }
+        if let Ok((StoreCall::Transactions { transactions, .. }, ..)) = &request.call {
+            transactions::check(self.targets.len(), transactions)?;
+        }
         let lease = self.rings.as_ref().map(|rings| &rings.memory.data);
         let mut refused = None;
         if request.is_damaged(lease) {
@@ -556,7 +570,7 @@ impl HostAttachment {
         }
         if request.is_transactions() {
             let lease = self.rings.as_ref().map(Rings::lease);
-            for one in transactions::receive(self.targets.len(), lease, request, refused)? {
+            for one in transactions::receive(lease, request, refused) {
                 self.order(one.target, one.after, Admitted::Transaction(one))?;
             }
             return Ok(());
@@ -569,11 +583,11 @@ impl HostAttachment {
 
     /// Gives a call its place in the order of a target, and starts every call whose turn has come.
     fn order(&mut self, target: u16, after: u64, call: Admitted) -> channel::Result<()> {
-        self.held_bytes += call.size();
+        self.held_bytes += call.hold();
         let is_transaction = matches!(call, Admitted::Transaction(_));
         match self.admissions[usize::from(target)].offer(after, is_transaction, call) {
             Ok(turn) => turn.into_iter().for_each(|call| {
-                self.held_bytes -= call.size();
+                self.held_bytes -= call.let_go();
                 match call {
                     Admitted::Call(request) => self.make(request),
                     Admitted::Transaction(transaction) => {

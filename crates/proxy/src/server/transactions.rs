@@ -24,7 +24,9 @@ use super::calls::{
     Finished, FinishedCall, ReceivedCall, RunningCall, Via, bad_payload, payload_of, split_transactions,
     verify_transaction,
 };
-use crate::messages::{CallAnswer, MAX_PARTS, PayloadPlace, StoreCall, TransactionPart};
+use crate::messages::{
+    CallAnswer, MAX_PARTS, PayloadPlace, StoreCall, TransactionPart, TransactionParts, shorten,
+};
 use crate::transaction_codec;
 
 /// How long after the first outcome of a request the host waits for the others before it answers.
@@ -35,6 +37,8 @@ pub(super) struct JointRequest {
     header: EntryHeader,
     came: Instant,
     via: Via,
+    /// Length of the request, in bytes.
+    size: usize,
     state: RefCell<JointState>,
 }
 
@@ -47,6 +51,8 @@ struct JointState {
     is_slow: bool,
     /// Resolves when the stores have released the host memory of the request.
     released: Option<Released>,
+    /// Number of transactions that wait for their turn. They keep the whole request in memory.
+    held: usize,
 }
 
 /// One transaction of a request, which was not executed yet.
@@ -57,8 +63,6 @@ pub(super) struct ReceivedTransaction {
     pub(super) target: u16,
     /// Number of the transaction on its target, minus 1.
     pub(super) after: u64,
-    /// Length of the transaction's share of the request, in bytes.
-    pub(super) size: usize,
     /// The encoded transaction and the data section of the request, or why the transaction fails.
     encoded: Result<(Bytes, Bytes)>,
     is_unverified: bool,
@@ -71,29 +75,35 @@ pub(super) struct FinishedTransaction {
     outcome: Result<()>,
 }
 
-/// Divides a request into its transactions. With `refused`, all of them take their places in the
-/// order, and then fail with this error.
+/// Checks the transactions of a request. `targets` is the number of targets.
 ///
 /// # Errors
 /// [`ChannelError::Protocol`] if a transaction names no target of the attachment, or if there are too
-/// many transactions.
+/// many transactions or encodings.
+pub(super) fn check(targets: usize, transactions: &TransactionParts) -> channel::Result<()> {
+    let TransactionParts { parts, lengths, .. } = transactions;
+    let is_known = parts.iter().all(|part| usize::from(part.target) < targets);
+    if is_known && !parts.is_empty() && parts.len() <= MAX_PARTS && lengths.len() <= MAX_PARTS {
+        return Ok(());
+    }
+    let (count, encodings) = (parts.len(), lengths.len());
+    let what = format!("it sent {count} transactions with {encodings} encodings, or named an unknown target");
+    Err(ChannelError::Protocol(what))
+}
+
+/// Divides a request, which was [checked](check), into its transactions. With `refused`, all of them
+/// take their places in the order, and then fail with this error.
 pub(super) fn receive(
-    targets: usize,
     lease: Option<&Lease>,
     request: ReceivedCall,
     refused: Option<StoreError>,
-) -> channel::Result<Vec<ReceivedTransaction>> {
+) -> Vec<ReceivedTransaction> {
     let is_unverified = request.verifies();
     let ReceivedCall { header, came, via, size, call } = request;
     let Ok((StoreCall::Transactions { transactions, place }, rest, data)) = call else {
-        return Ok(Vec::new());
+        return Vec::new();
     };
     let count = transactions.parts.len();
-    let is_known = transactions.parts.iter().all(|part| usize::from(part.target) < targets);
-    if !is_known || count == 0 || count > MAX_PARTS {
-        let what = format!("it sent {count} transactions in one request, or one for an unknown target");
-        return Err(ChannelError::Protocol(what));
-    }
     let mut released = None;
     let split = || {
         refused.map_or(Ok(()), Err)?;
@@ -102,8 +112,8 @@ pub(super) fn receive(
         split_transactions(&transactions, place, rest, bytes)
     };
     let parts = split();
-    let state = JointState { outcomes: vec![None; count], unknown: count, is_slow: false, released };
-    let request = Rc::new(JointRequest { header, came, via, state: RefCell::new(state) });
+    let state = JointState { outcomes: vec![None; count], unknown: count, is_slow: false, released, held: 0 };
+    let request = Rc::new(JointRequest { header, came, via, size, state: RefCell::new(state) });
     let is_unverified = is_unverified && place == PayloadPlace::Inline;
     let part = |(number, part): (usize, &TransactionPart)| {
         let encoded = match &parts {
@@ -113,14 +123,29 @@ pub(super) fn receive(
             },
             Err(e) => Err(e.clone()),
         };
-        let (target, after, size) = (part.target, part.after, size.div_ceil(count));
-        let request = Rc::clone(&request);
-        ReceivedTransaction { request, number, target, after, size, encoded, is_unverified }
+        let (target, after, request) = (part.target, part.after, Rc::clone(&request));
+        ReceivedTransaction { request, number, target, after, encoded, is_unverified }
     };
-    Ok(transactions.parts.iter().enumerate().map(part).collect())
+    transactions.parts.iter().enumerate().map(part).collect()
 }
 
 impl ReceivedTransaction {
+    /// Records that the transaction begins to wait for its turn. Returns the number of bytes that are
+    /// held back because of that.
+    pub(super) fn hold(&self) -> usize {
+        let mut state = self.request.state.borrow_mut();
+        state.held += 1;
+        if state.held == 1 { self.request.size } else { 0 }
+    }
+
+    /// Records that the turn of the transaction has come. Returns the number of bytes that are no
+    /// longer held back.
+    pub(super) fn let_go(&self) -> usize {
+        let mut state = self.request.state.borrow_mut();
+        state.held -= 1;
+        if state.held == 0 { self.request.size } else { 0 }
+    }
+
     /// Starts the transaction. Its position in the store's order is fixed when this function returns.
     pub(super) fn start(self, store: &Arc<dyn ObjectStore>) -> RunningCall {
         let ReceivedTransaction { request, number, encoded, is_unverified, .. } = self;
@@ -177,7 +202,8 @@ impl JointRequests {
         let FinishedTransaction { request, number, outcome } = done;
         let mut state = request.state.borrow_mut();
         let is_first = state.unknown == state.outcomes.len();
-        state.outcomes[number] = Some(outcome);
+        // With short errors, all answers together fit into the space that the osd has reserved.
+        state.outcomes[number] = Some(outcome.map_err(shorten));
         state.unknown -= 1;
         let (is_complete, is_slow) = (state.unknown == 0, state.is_slow);
         let released = state.released.take_if(|_| is_complete);

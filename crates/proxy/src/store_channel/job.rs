@@ -142,6 +142,12 @@ pub(super) fn fits_inline(encoded: &EncodedTransactions) -> bool {
     encoded.control.len() + encoded.data_len <= MAX_INLINE
 }
 
+/// Whether one request may carry transactions of several targets. It holds its range until the slowest
+/// target has answered, so the range must not be longer than that of the transaction of one target.
+pub(super) fn may_join(encoded: &EncodedTransactions) -> bool {
+    fits_inline(encoded) || data_at(encoded) == 0 && encoded.data_len <= encoded.longest_data
+}
+
 /// Offset of the data section of transactions in their range, in bytes. It is 0 if the control data
 /// fits in the entry. Otherwise the range begins with the control data, and the data section starts
 /// on the next page.

@@ -465,7 +465,8 @@ impl StoreChannel {
     }
 
     /// Queues transactions of different targets: assigns to each its number and its position in the
-    /// target's lane. One request carries all of them, if it does not become too large.
+    /// target's lane. One request carries all of them, unless it would hold more host memory until the
+    /// slowest target has answered.
     pub(crate) fn transactions(&self, mut transactions: Vec<SubmittedTransaction>) {
         let mut state = self.lock();
         transactions.retain_mut(|one| one.is_current(self.incarnation));
@@ -548,15 +549,17 @@ impl State {
             Some(why) => Err(why),
         };
         match encoded {
-            Ok((parts, encoded)) if !parts.is_empty() => {
+            Ok((parts, encoded)) if parts.len() == 1 || job::may_join(&encoded) => {
+                if parts.is_empty() {
+                    return;
+                }
                 parts.iter().for_each(|part| self.lanes[usize::from(part.target)].last_transaction += 1);
                 let answers = transactions.into_iter().filter_map(|mut one| one.answer_to.take());
                 self.submit(Job::transactions(parts, encoded, by_dma, answers));
             }
-            Ok(_) => {}
             Err(why) if transactions.len() == 1 => transactions[0].fail(why),
             // Each transaction succeeds or fails on its own.
-            Err(_) => transactions.into_iter().for_each(|one| {
+            _ => transactions.into_iter().for_each(|one| {
                 self.submit_transactions(vec![one], by_dma, max_range);
             }),
         }

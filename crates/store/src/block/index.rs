@@ -366,19 +366,36 @@ impl Index {
     /// Reads the pages that `changes` will change into the cache, with several reads at a time. Errors
     /// are left to the changes themselves.
     fn prefetch(&self, database: &Database, changes: &[EntryChange<'_>]) {
+        self.prefetch_parts(database, &changes.iter().map(|(key, _)| *key).collect::<Vec<_>>());
+    }
+
+    /// Reads the pages with these keys, which are sorted, into the cache, with several reads at a time.
+    /// Errors are left to later reads.
+    pub(crate) fn prefetch_keys(&self, keys: &[&Bytes]) {
+        if keys.is_empty() {
+            return;
+        }
+        // A failed read closes the database, and the next call opens it again.
+        let _ = self.with(|database| {
+            self.prefetch_parts(database, keys);
+            Ok(())
+        });
+    }
+
+    fn prefetch_parts(&self, database: &Database, keys: &[&Bytes]) {
         let threads = self.region.parallel_reads();
         if threads < 2 {
             return;
         }
         let calls = DriveCalls::of_this_thread();
-        let parts = changes.chunks(changes.len().div_ceil(threads));
+        let parts = keys.chunks(keys.len().div_ceil(threads));
         for_each_in_parallel(ThreadClass::Store, "read", parts, |part| {
             if let Some(calls) = &calls {
                 calls.count_this_thread();
             }
             let _ = guarded(|| {
                 let table = database.begin_read()?.open_table(TABLE)?;
-                part.iter().try_for_each(|(key, _)| table.get(&key[..]).map(drop))?;
+                part.iter().try_for_each(|key| table.get(&key[..]).map(drop))?;
                 Ok(())
             });
         });

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::drive::Drive;
 use super::fsck::check;
 use super::leaf::INLINE_LEAF;
-use super::log::{Record, Scan, encode_group, scan};
+use super::log::{GROUP_SECTORS, Record, Scan, encode_group, scan};
 use super::records::{Onode, key};
 use super::recovery::{Recovered, RecoveryMode, TargetSizes, mkfs, recover};
 use super::sim::{RecordedDrive, SimStore};
@@ -222,21 +222,64 @@ fn the_log_has_patches_of_large_leaves() {
     leaves(store, &drive);
 }
 
+/// The log has patches that cannot be applied. A repair removes their leaves.
 #[test]
-fn a_patch_of_a_leaf_that_does_not_exist_is_refused() {
+fn patches_that_cannot_be_applied_are_refused() {
+    let c = cid("c");
+    for (nid, patch, expected) in [(700, &b""[..], "which does not exist"), (1, b"abc", "of object number 1")]
+    {
+        let drive = new_drive();
+        let shared: Arc<dyn Drive> = drive.clone();
+        let store = SimStore::mount(&drive, 1).unwrap();
+        let fill = one(&c, Op::CreateCollection).with(write(&oid("o"), 0, pattern(1, 1 << 20)));
+        run(store.queue_transaction(fill)).unwrap();
+        drop(store);
+        let (sb, found) = log_of(&drive);
+        let patch = (key::leaf(nid, 0), bytes::Bytes::from(patch));
+        let record = Record { patches: vec![patch], next_nid: 800, ..Record::default() };
+        let end = found.groups.last().unwrap().end;
+        // The group states that it was flushed, because its data is not checked then.
+        let group = encode_group(found.generation, end, end + GROUP_SECTORS, &[record.encode()]);
+        let slot = end % sb.log_sectors();
+        drive.write_at(sb.log.offset + slot * SECTOR as u64, &group).unwrap();
+        let refused = recover(&shared, 1 << 20, RecoveryMode::Check).unwrap_err();
+        assert!(refused.to_string().contains(expected), "{refused}");
+        let repaired = recover(&shared, 1 << 20, RecoveryMode::Repair).unwrap();
+        assert!(repaired.damage.iter().any(|damage| damage.contains(expected)), "{:?}", repaired.damage);
+        assert_eq!(repaired.changes.get(&key::leaf(nid, 0)), Some(&None));
+    }
+}
+
+/// A target of format 3 whose process has died: its log has no patches.
+#[test]
+fn the_log_of_an_earlier_format_is_replayed() {
     let drive = new_drive();
-    let shared: Arc<dyn Drive> = drive.clone();
-    drop(SimStore::mount(&drive, 1).unwrap());
-    let (sb, found) = log_of(&drive);
-    let patch = (key::leaf(7, 0), bytes::Bytes::new());
-    let record = Record { patches: vec![patch], next_nid: 8, ..Record::default() };
-    let end = found.groups.last().unwrap().end;
-    let group = encode_group(found.generation, end, end, &[record.encode()]);
-    let slot = end % sb.log_sectors();
-    drive.write_at(sb.log.offset + slot * SECTOR as u64, &group).unwrap();
-    let refused = recover(&shared, 1 << 20, RecoveryMode::Check).unwrap_err();
-    assert!(refused.to_string().contains("which does not exist"), "{refused}");
-    let repaired = recover(&shared, 1 << 20, RecoveryMode::Repair).unwrap();
-    assert!(repaired.damage.iter().any(|damage| damage.contains("which does not exist")));
-    assert_eq!(repaired.changes.get(&key::leaf(7, 0)), Some(&None));
+    let c = cid("c");
+    let store = SimStore::mount(&drive, 1).unwrap();
+    let mut expected = pattern(1, 1 << 20).to_vec();
+    let fill = one(&c, Op::CreateCollection).with(write(&oid("o"), 0, expected.clone().into()));
+    run(store.queue_transaction(fill)).unwrap();
+    drop(store);
+    let (mut sb, found) = log_of(&drive);
+    // Writes the log again as version 3 has written it, and the superblock with version 3.
+    let mut at = found.groups.first().unwrap().end;
+    for group in found.groups.iter().skip(1) {
+        let records: Vec<Vec<u8>> = group.records.iter().map(Record::encode_earlier).collect();
+        let bytes = encode_group(found.generation, at, at, &records);
+        drive.write_at(sb.log.offset + at % sb.log_sectors() * SECTOR as u64, &bytes).unwrap();
+        at = group.end;
+    }
+    for copy in 0..2 {
+        sb.generation += 1;
+        drive.write_at(copy * 4096, &sb.encode_as(3)).unwrap();
+    }
+    assert!(Superblock::read(&*drive).unwrap().needs_both);
+    let store = SimStore::mount(&drive, 2).unwrap();
+    assert!(content(&store, "o") == expected);
+    expected[..4 * KIB].copy_from_slice(&pattern(5, 4 * KIB));
+    run(store.queue_transaction(one(&c, write(&oid("o"), 0, pattern(5, 4 * KIB))))).unwrap();
+    drop(store);
+    assert!(!Superblock::read(&*drive).unwrap().needs_both);
+    let store = SimStore::mount(&drive, 3).unwrap();
+    assert!(content(&store, "o") == expected);
 }

@@ -242,6 +242,10 @@ pub(crate) fn recover(drive: &Arc<dyn Drive>, index_cache: usize, mode: Recovery
         damage,
         superblock,
     };
+    let records = scan.groups.iter().flat_map(|group| &group.records);
+    let patched: BTreeSet<&Bytes> =
+        records.flat_map(|record| record.patches.iter().map(|(name, _)| name)).collect();
+    recovered.index.prefetch_keys(&patched.into_iter().collect::<Vec<_>>());
     'groups: for group in scan.groups {
         if group.end > scan.witnessed {
             let mut unflushed = Vec::new();
@@ -259,7 +263,7 @@ pub(crate) fn recover(drive: &Arc<dyn Drive>, index_cache: usize, mode: Recovery
         }
         // A group is replayed completely or not at all, because the next group is written behind it or
         // over it.
-        group.records.into_iter().try_for_each(|record| recovered.replay(record))?;
+        group.records.into_iter().try_for_each(|record| recovered.replay(record, repair))?;
         recovered.log_end = group.end;
     }
     for name in std::mem::take(&mut recovered.baseless) {
@@ -360,7 +364,20 @@ impl Recovered {
         Ok(Some(data))
     }
 
-    fn replay(&mut self, record: Record) -> Result<()> {
+    /// Applies a patch to the leaf with the key `name`.
+    fn patched(&mut self, name: &Bytes, patch: &PackedLeaf) -> Result<PackedLeaf> {
+        let leaf = match self.changes.get(name) {
+            Some(changed) => changed.clone(),
+            None => self.index.get_many(std::slice::from_ref(name))?.pop().flatten(),
+        };
+        if leaf.is_none() {
+            self.baseless.insert(name.clone());
+        }
+        PackedLeaf::from(leaf.unwrap_or_default()).patched(self.superblock.data_blocks(), patch)
+    }
+
+    /// Applies a record. With `repair`, lists leaves that cannot be read, and removes them.
+    fn replay(&mut self, record: Record, repair: bool) -> Result<()> {
         let covered = |e: &Extent| self.taken.covers(*e);
         if !record.allocs.iter().chain(&record.frees).all(covered) {
             return Err(corrupt("log record", "it names blocks outside the data area"));
@@ -389,16 +406,21 @@ impl Recovered {
             self.changes.insert(name, value);
         }
         for (name, patch) in record.patches {
-            let leaf = match self.changes.get(&name) {
-                Some(changed) => changed.clone(),
-                None => self.index.get_many(std::slice::from_ref(&name))?.pop().flatten(),
-            };
-            if leaf.is_none() {
-                self.baseless.insert(name.clone());
+            match self.patched(&name, &patch.into()) {
+                Ok(leaf) => drop(self.changes.insert(name, Some(leaf.into()))),
+                Err(e) => {
+                    let number = key::number(&name).unwrap_or_default();
+                    let what = format!("leaf {} of object number {number}", key::rest(&name).escape_ascii());
+                    if !repair {
+                        return Err(corrupt(
+                            &what,
+                            format!("the log changes it, but it cannot be read: {e}"),
+                        ));
+                    }
+                    self.damage.push(format!("{what} is removed, because it cannot be read: {e}"));
+                    self.changes.insert(name, None);
+                }
             }
-            let leaf = PackedLeaf::from(leaf.unwrap_or_default());
-            let patched = leaf.patched(self.superblock.data_blocks(), &patch.into())?;
-            self.changes.insert(name, Some(patched.into()));
         }
         self.next_nid = self.next_nid.max(record.next_nid);
         Ok(())

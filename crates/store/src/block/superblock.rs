@@ -61,6 +61,16 @@ impl Superblock {
         seal(out)
     }
 
+    /// Encodes the superblock with another version of the format.
+    #[cfg(test)]
+    pub(crate) fn encode_as(&self, version: u8) -> Vec<u8> {
+        let mut bytes = self.encode();
+        bytes[8] = version;
+        let crc = crc32c(&bytes[..BLOCK_SIZE - 4]);
+        bytes[BLOCK_SIZE - 4..].copy_from_slice(&crc.to_le_bytes());
+        bytes
+    }
+
     /// Decodes one copy of the superblock.
     ///
     /// # Errors
@@ -216,10 +226,7 @@ mod tests {
     #[test]
     fn a_write_leaves_no_copy_of_an_earlier_version() {
         let drive = RecordedDrive::new(vec![0; 1 << 20]);
-        let mut earlier = example().encode();
-        earlier[8] = EARLIER_VERSION as u8;
-        let crc = crc32c(&earlier[..BLOCK_SIZE - 4]);
-        earlier[BLOCK_SIZE - 4..].copy_from_slice(&crc.to_le_bytes());
+        let earlier = example().encode_as(EARLIER_VERSION as u8);
         for copy in [0, BLOCK] {
             drive.write_at(copy, &earlier).unwrap();
         }
