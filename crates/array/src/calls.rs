@@ -104,6 +104,7 @@ impl Calls {
         join_all(links.into_iter().zip(calls).map(answer)).await
     }
 
+    /// Like [`answer`](Self::answer), for a call that was made at the time `began`.
     async fn answer_since<T>(
         &self,
         began: Instant,

@@ -544,15 +544,15 @@ impl State {
         by_dma: bool,
         max_range: usize,
     ) {
+        if transactions.is_empty() {
+            return;
+        }
         let encoded = match self.refusal() {
             None => self.encode(&transactions, by_dma, max_range).map_err(CallError::from),
             Some(why) => Err(why),
         };
         match encoded {
             Ok((parts, encoded)) if parts.len() == 1 || job::may_join(&encoded) => {
-                if parts.is_empty() {
-                    return;
-                }
                 parts.iter().for_each(|part| self.lanes[usize::from(part.target)].last_transaction += 1);
                 let answers = transactions.into_iter().filter_map(|mut one| one.answer_to.take());
                 self.submit(Job::transactions(parts, encoded, by_dma, answers));

@@ -234,7 +234,9 @@ pub trait StoreSet: Send + Sync {
     /// [`StoreCalls::queue_transaction_in`](crate::StoreCalls::queue_transaction_in) does. Returns the
     /// replies in the order of the transactions. Each transaction succeeds or fails on its own, and
     /// keeps its place in the order of its store's requests. The reply of a fast store may be delayed
-    /// by a few milliseconds, so that one message carries several replies.
+    /// by a few milliseconds, so that one message carries several replies. Before this call, wait for
+    /// the writes to stages that the transactions name, because a transaction that waits for such a
+    /// write may hold up the others.
     fn queue_transactions(&self, transactions: Vec<TargetTransaction>) -> Vec<StoreFuture>;
 
     /// Reads the load counters of the host's CPUs.
