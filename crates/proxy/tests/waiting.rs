@@ -356,21 +356,17 @@ async fn long_errors_do_not_change_the_outcomes_of_transactions() {
             [(&[1], None), (&[0, 1, 2, 3], None), (&[0, 1, 2], Some(3))];
         for (failing, slow) in cases {
             let (node, stores) = held_node(path, options()).await;
-            let change = |at: usize| {
-                let mut change = write(at, MIB).with(Op::Touch { oid: long.clone() });
-                change.ops.splice(0..0, failing.contains(&at).then(guard));
-                change
-            };
             if let Some(at) = slow {
                 stores[at].held.send_replace(true);
             }
-            for make in [&change as &dyn Fn(usize) -> Transaction, &|at| {
-                let Transaction { ops, .. } = change(at);
-                ops.into_iter()
-                    .filter(|op| !matches!(op, Op::Write { .. }))
-                    .fold(Transaction::new(cid()), Transaction::with)
-            }] {
-                for (at, reply) in queue(&node, (0..4).map(make)).into_iter().enumerate() {
+            for has_data in [true, false] {
+                let change = |at: usize| {
+                    let change = if has_data { write(at, MIB) } else { Transaction::new(cid()) };
+                    let mut change = change.with(Op::Touch { oid: long.clone() });
+                    change.ops.splice(0..0, failing.contains(&at).then(guard));
+                    change
+                };
+                for (at, reply) in queue(&node, (0..4).map(change)).into_iter().enumerate() {
                     if slow == Some(at) {
                         continue;
                     }

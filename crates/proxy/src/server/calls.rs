@@ -73,10 +73,6 @@ impl ReceivedCall {
         FinishedCall { header, came, via, outcome, data: Vec::new(), is_first: false }
     }
 
-    pub(super) fn is_transactions(&self) -> bool {
-        matches!(self.call, Ok((StoreCall::Transactions { .. }, ..)))
-    }
-
     /// Whether the host must verify the payload's checksums.
     pub(super) fn verifies(&self) -> bool {
         self.header.flags & VERIFY != 0 && !base::mutant!(TrustTransferredPayload)

@@ -554,10 +554,14 @@ impl HostAttachment {
         if let Ok((StoreCall::Channel(call), _, payload)) = &request.call {
             return self.channel_call(cx, header, *call, payload);
         }
-        if let Ok((StoreCall::Transactions { transactions, .. }, ..)) = &request.call {
-            transactions::check(self.targets.len(), transactions)?;
-        }
-        let lease = self.rings.as_ref().map(|rings| &rings.memory.data);
+        let is_joint = match &request.call {
+            Ok((StoreCall::Transactions { transactions, .. }, ..)) => {
+                transactions::check(self.targets.len(), transactions)?;
+                true
+            }
+            _ => false,
+        };
+        let lease = self.rings.as_ref().map(Rings::lease);
         let mut refused = None;
         if request.is_damaged(lease) {
             if header.flags & REFUSE == 0 {
@@ -568,7 +572,7 @@ impl HostAttachment {
             let what = "it did not match its checksums when the osd sent it";
             refused = Some(StoreError::BadPayload(what.to_owned()));
         }
-        if request.is_transactions() {
+        if is_joint {
             let lease = self.rings.as_ref().map(Rings::lease);
             for one in transactions::receive(lease, request, refused) {
                 self.order(one.target, one.after, Admitted::Transaction(one))?;

@@ -201,7 +201,7 @@ impl JointRequests {
     ) -> Option<FinishedCall> {
         let FinishedTransaction { request, number, outcome } = done;
         let mut state = request.state.borrow_mut();
-        let is_first = state.unknown == state.outcomes.len();
+        let begins = state.unknown == state.outcomes.len();
         // With short errors, all answers together fit into the space that the osd has reserved.
         state.outcomes[number] = Some(outcome.map_err(shorten));
         state.unknown -= 1;
@@ -218,7 +218,7 @@ impl JointRequests {
         if is_complete || is_slow {
             return Some(request.answer());
         }
-        if is_first {
+        if begins {
             self.begun.push_back((request, Instant::now()));
         }
         None

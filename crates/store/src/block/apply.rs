@@ -109,7 +109,6 @@ struct Owner {
 }
 
 /// A leaf that a transaction has looked up.
-#[derive(Default)]
 struct KnownLeaf {
     leaf: PackedLeaf,
     is_changed: bool,
@@ -222,17 +221,17 @@ impl<'a> Apply<'a> {
         self.frees.sort_unstable();
         let mut frees = Vec::new();
         self.frees.iter().for_each(|b| push_block(&mut frees, *b));
+        let mut patches = Vec::with_capacity(self.patches.len());
         for (key, patch) in std::mem::take(&mut self.patches) {
             // The transaction may have removed the leaf, or moved it into an onode.
-            if let Some(Some(leaf)) = self.puts.get(&key) {
-                outcome.leaves.push((key.clone(), PackedLeaf::from(leaf.clone())));
-                outcome.record.patches.push((key.clone(), patch.into()));
-                self.puts.remove(&key);
-            }
+            let Some(leaf) = self.puts.get(&key).cloned().flatten() else { continue };
+            self.puts.remove(&key);
+            outcome.leaves.push((key.clone(), leaf.into()));
+            patches.push((key, patch.into()));
         }
         outcome.record = Record {
             puts: std::mem::take(&mut self.puts).into_iter().collect(),
-            patches: outcome.record.patches,
+            patches,
             allocs,
             frees,
             deferred: std::mem::take(&mut self.deferred).into_iter().collect(),

@@ -333,7 +333,7 @@ impl Index {
                 for window in changes.chunks(WINDOW) {
                     let reads = self.region.reads();
                     if is_cold {
-                        self.prefetch(database, window);
+                        self.prefetch(database, &window.iter().map(|(key, _)| *key).collect::<Vec<_>>());
                     }
                     for (key, value) in in_two_passes(window) {
                         number += 1;
@@ -363,26 +363,19 @@ impl Index {
         Ok(())
     }
 
-    /// Reads the pages that `changes` will change into the cache, with several reads at a time. Errors
-    /// are left to the changes themselves.
-    fn prefetch(&self, database: &Database, changes: &[EntryChange<'_>]) {
-        self.prefetch_parts(database, &changes.iter().map(|(key, _)| *key).collect::<Vec<_>>());
-    }
-
     /// Reads the pages with these keys, which are sorted, into the cache, with several reads at a time.
     /// Errors are left to later reads.
     pub(crate) fn prefetch_keys(&self, keys: &[&Bytes]) {
         if keys.is_empty() {
             return;
         }
-        // A failed read closes the database, and the next call opens it again.
         let _ = self.with(|database| {
-            self.prefetch_parts(database, keys);
+            self.prefetch(database, keys);
             Ok(())
         });
     }
 
-    fn prefetch_parts(&self, database: &Database, keys: &[&Bytes]) {
+    fn prefetch(&self, database: &Database, keys: &[&Bytes]) {
         let threads = self.region.parallel_reads();
         if threads < 2 {
             return;

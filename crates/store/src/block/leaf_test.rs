@@ -162,6 +162,15 @@ fn objects_of_an_earlier_format_are_read_and_changed() {
     assert_eq!(leaves(store, &drive), (3, 1));
 }
 
+/// Mounts a new target and writes an object of 1 MiB. Returns the content of the object.
+fn with_large_object(drive: &Arc<RecordedDrive>) -> (SimStore, Vec<u8>) {
+    let store = SimStore::mount(drive, 1).unwrap();
+    let data = pattern(1, 1 << 20);
+    let fill = one(&cid("c"), Op::CreateCollection).with(write(&oid("o"), 0, data.clone()));
+    run(store.queue_transaction(fill)).unwrap();
+    (store, data.to_vec())
+}
+
 /// Returns the superblock of a target and the content of its log after the last checkpoint.
 fn log_of(drive: &Arc<RecordedDrive>) -> (Superblock, Scan) {
     let copy = RecordedDrive::new(drive.image());
@@ -176,10 +185,7 @@ fn log_of(drive: &Arc<RecordedDrive>) -> (Superblock, Scan) {
 fn the_log_has_patches_of_large_leaves() {
     let drive = new_drive();
     let c = cid("c");
-    let store = SimStore::mount(&drive, 1).unwrap();
-    let mut expected = pattern(1, 1 << 20).to_vec();
-    let fill = one(&c, Op::CreateCollection).with(write(&oid("o"), 0, expected.clone().into()));
-    run(store.queue_transaction(fill)).unwrap();
+    let (store, mut expected) = with_large_object(&drive);
     let mut change = |transaction: Transaction, at: usize, data: &[u8]| {
         expected[at..at + data.len()].copy_from_slice(data);
         run(store.queue_transaction(transaction)).unwrap();
@@ -225,15 +231,13 @@ fn the_log_has_patches_of_large_leaves() {
 /// The log has patches that cannot be applied. A repair removes their leaves.
 #[test]
 fn patches_that_cannot_be_applied_are_refused() {
-    let c = cid("c");
-    for (nid, patch, expected) in [(700, &b""[..], "which does not exist"), (1, b"abc", "of object number 1")]
-    {
+    for (nid, patch, expected) in [
+        (700, &b""[..], "leaf 0 of the object with number 700"),
+        (1, b"abc", "leaf 0 of the object with number 1"),
+    ] {
         let drive = new_drive();
         let shared: Arc<dyn Drive> = drive.clone();
-        let store = SimStore::mount(&drive, 1).unwrap();
-        let fill = one(&c, Op::CreateCollection).with(write(&oid("o"), 0, pattern(1, 1 << 20)));
-        run(store.queue_transaction(fill)).unwrap();
-        drop(store);
+        drop(with_large_object(&drive));
         let (sb, found) = log_of(&drive);
         let patch = (key::leaf(nid, 0), bytes::Bytes::from(patch));
         let record = Record { patches: vec![patch], next_nid: 800, ..Record::default() };
@@ -255,10 +259,7 @@ fn patches_that_cannot_be_applied_are_refused() {
 fn the_log_of_an_earlier_format_is_replayed() {
     let drive = new_drive();
     let c = cid("c");
-    let store = SimStore::mount(&drive, 1).unwrap();
-    let mut expected = pattern(1, 1 << 20).to_vec();
-    let fill = one(&c, Op::CreateCollection).with(write(&oid("o"), 0, expected.clone().into()));
-    run(store.queue_transaction(fill)).unwrap();
+    let (store, mut expected) = with_large_object(&drive);
     drop(store);
     let (mut sb, found) = log_of(&drive);
     // Writes the log again as version 3 has written it, and the superblock with version 3.

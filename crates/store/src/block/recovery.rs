@@ -267,14 +267,25 @@ pub(crate) fn recover(drive: &Arc<dyn Drive>, index_cache: usize, mode: Recovery
         recovered.log_end = group.end;
     }
     for name in std::mem::take(&mut recovered.baseless) {
-        let damage = format!("it changes the leaf {}, which does not exist", name.escape_ascii());
+        let detail = "the log changes it, but it does not exist";
         if !repair {
-            return Err(corrupt("log record", damage));
+            return Err(damaged_leaf(&name, detail));
         }
-        recovered.damage.push(format!("a record of the log is wrong: {damage}"));
+        recovered.damage.push(format!("{} is removed: {detail}", leaf_name(&name)));
         recovered.changes.insert(name, None);
     }
     Ok(recovered)
+}
+
+/// Describes the leaf with the key `name`.
+fn leaf_name(name: &Bytes) -> String {
+    let number = |bytes: &[u8]| bytes.try_into().map_or(0, u64::from_be_bytes);
+    let (leaf, nid) = (number(&key::rest(name)), key::number(name).unwrap_or_default());
+    format!("leaf {leaf} of the object with number {nid}")
+}
+
+fn damaged_leaf(name: &Bytes, detail: &str) -> StoreError {
+    corrupt(&leaf_name(name), format!("{detail}; \"outboard fsck --repair\" removes the leaf"))
 }
 
 fn index_error(e: std::io::Error) -> StoreError {
@@ -409,15 +420,11 @@ impl Recovered {
             match self.patched(&name, &patch.into()) {
                 Ok(leaf) => drop(self.changes.insert(name, Some(leaf.into()))),
                 Err(e) => {
-                    let number = key::number(&name).unwrap_or_default();
-                    let what = format!("leaf {} of object number {number}", key::rest(&name).escape_ascii());
+                    let detail = format!("the log changes it, but it cannot be read: {e}");
                     if !repair {
-                        return Err(corrupt(
-                            &what,
-                            format!("the log changes it, but it cannot be read: {e}"),
-                        ));
+                        return Err(damaged_leaf(&name, &detail));
                     }
-                    self.damage.push(format!("{what} is removed, because it cannot be read: {e}"));
+                    self.damage.push(format!("{} is removed: {detail}", leaf_name(&name)));
                     self.changes.insert(name, None);
                 }
             }

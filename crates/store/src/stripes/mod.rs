@@ -1,4 +1,5 @@
-//! Stripes: data and parity for several stores. Each store receives one fragment.
+//! Calls that concern several stores of a host ([`StoreSet`]): transactions of several stores, and
+//! stripes. A stripe is data and parity for several stores. Each store receives one fragment.
 //!
 //! One call stages all fragments of a stripe, so the caller need not send each fragment in a
 //! separate call. The caller may compute the parity itself and send it with the data.

@@ -59,7 +59,9 @@ impl Apply<'_> {
             let key = key::leaf(nid, number);
             let patch = patch.filter(|patch| patch.len() < leaf.len());
             self.put(key.clone(), (!leaf.is_empty()).then(|| leaf.into()))?;
-            patch.into_iter().for_each(|patch| drop(self.patches.insert(key.clone(), patch)));
+            if let Some(patch) = patch {
+                self.patches.insert(key, patch);
+            }
         }
         Ok(())
     }
