@@ -470,7 +470,8 @@ mod tests {
         let (ours, theirs) = UnixStream::pair().unwrap();
         let layout = MemoryLayout { ring_len: 64 << 10, data_len: 1 << 20 };
         let memory = Some(MemoryRequest { layout, reach: Reach::Descriptors });
-        let hello = ChannelHello { version_min: 1, version_max: 9, nonce: 3, memory, outstanding: 1 };
+        let hello =
+            ChannelHello { version_min: VERSION, version_max: VERSION, nonce: 3, memory, outstanding: 1 };
         let store = accept(Socket::Unix(theirs), |hello, carrier| {
             assert!(carrier.carries_memory() && hello.memory.as_ref().is_some_and(|m| m.layout == layout));
             let fd = || crate::Doorbell::create().unwrap();
