@@ -77,7 +77,7 @@ bench: setup-demo ## Compare a node with fio on the same drive; COMPARE=OLD: com
 	$(CARGO) build --release --locked --bin outboard --bin outboard-bench
 	@$(CARGO) run -q --release --locked --bin outboard-bench -- $(compared)
 
-bench-redundancy: setup-demo ## Measure pools with redundancy, rebuilds and coding (PARTS="pools rebuild"); writes report/redundancy; COMPARE=OLD
+bench-redundancy: setup-demo ## Measure pools with redundancy, small changes, rebuilds and coding (PARTS="pools rebuild"); writes report/redundancy; COMPARE=OLD
 	$(CARGO) build --release --locked --bin outboard --bin outboard-bench --bin outboard-redundancy --bin outboard-layers
 	@$(if $(COMPARE),$(CARGO) run -q --release --locked --bin outboard-bench -- $(compared) --redundancy,\
 	$(CARGO) run -q --release --locked --bin outboard-redundancy -- $(PARTS))

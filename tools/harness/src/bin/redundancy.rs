@@ -1,5 +1,5 @@
 //! `make bench-redundancy`: measures pools with redundancy on a whole node.
-//! `outboard-redundancy [pools] [rebuild] [coding]` measures the named parts, by default all.
+//! `outboard-redundancy [pools] [blocks] [rebuild] [coding]` measures the named parts, by default all.
 //! `coding:sweep` selects only the experiment `sweep` of the part `coding`. `OUTBOARD_BENCH_ROUNDS`
 //! (5) and `OUTBOARD_BENCH_SECONDS` (3) set the duration, and `QUICK=1` shortens the run.
 //! `OUTBOARD_BENCH_DIR` is a directory on the drive to measure, and `OUTBOARD_REPORT_DIR`
@@ -12,13 +12,17 @@ use std::path::Path;
 use outboard_harness::Result;
 use outboard_harness::redundancy::coding::{self, hog};
 use outboard_harness::redundancy::settings::RedundancySettings;
-use outboard_harness::redundancy::{pools, rebuild};
+use outboard_harness::redundancy::{blocks, pools, rebuild};
 use outboard_harness::rounds::book::Book;
 
 type Measure = fn(&RedundancySettings, &Path) -> Result<Book>;
 
-const PARTS: [(&str, Measure); 3] =
-    [("pools", pools::measure), ("rebuild", rebuild::measure), ("coding", coding::measure)];
+const PARTS: [(&str, Measure); 4] = [
+    ("pools", pools::measure),
+    ("blocks", blocks::measure),
+    ("rebuild", rebuild::measure),
+    ("coding", coding::measure),
+];
 
 fn main() -> Result<()> {
     let args: Vec<String> = std::env::args().skip(1).collect();

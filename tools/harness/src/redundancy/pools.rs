@@ -5,6 +5,7 @@
 
 use std::path::Path;
 
+use super::scheme::Scheme;
 use super::settings::RedundancySettings;
 use super::watch::{WatchedState, wait_until, wait_until_whole};
 use crate::Result;
@@ -25,45 +26,6 @@ const PLACEMENTS: [NodePlacement; 2] = [NodePlacement::Dpu, NodePlacement::Host]
 const SIZES: [(&str, u64, &str); 2] = [("4MiB", 4 << 20, "4m"), ("1MiB", 1 << 20, "1m")];
 /// The measured operations.
 const MODES: [AccessMode; 2] = [AccessMode::Write, AccessMode::Read];
-
-/// A redundancy scheme. The node has a pool for each scheme.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Scheme {
-    Single,
-    Mirror2,
-    Ec4Plus2,
-}
-
-impl Scheme {
-    const ALL: [Scheme; 3] = [Scheme::Single, Scheme::Mirror2, Scheme::Ec4Plus2];
-
-    /// The scheme in the syntax of the command line.
-    fn as_str(self) -> &'static str {
-        match self {
-            Scheme::Single => "single",
-            Scheme::Mirror2 => "mirror:2",
-            Scheme::Ec4Plus2 => "ec:4+2",
-        }
-    }
-
-    /// Name of the pool with this scheme.
-    fn pool_name(self) -> &'static str {
-        match self {
-            Scheme::Single => "single",
-            Scheme::Mirror2 => "mirror",
-            Scheme::Ec4Plus2 => "ec",
-        }
-    }
-
-    /// Number of bytes that a write of one byte of an object writes to the drive.
-    fn drive_bytes_per_byte(self) -> f64 {
-        match self {
-            Scheme::Single => 1.0,
-            Scheme::Mirror2 => 2.0,
-            Scheme::Ec4Plus2 => 1.5,
-        }
-    }
-}
 
 /// One kind of run, which is repeated in each round.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -115,8 +77,8 @@ pub fn measure(settings: &RedundancySettings, dir: &Path) -> Result<Book> {
     let fio = FioFile::create(dir, settings.fio_mib())?;
     let node = Node::new(&dir.join("pools"))?;
     node.up_quietly(NodePlacement::Dpu, TARGETS, settings.target_size())?;
+    Scheme::create_pools(&node)?;
     for scheme in Scheme::ALL {
-        node.run_quietly(&["pool", "create", scheme.pool_name(), "--redundancy", scheme.as_str()])?;
         for (name, bytes, _) in SIZES {
             populate(&node, scheme.pool_name(), name, settings.set_bytes() / bytes)?;
         }
