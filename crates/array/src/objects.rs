@@ -12,11 +12,17 @@
 //! the members in their order. A change that has a guard is computed while earlier changes are
 //! queued and not committed. Its guard makes the members refuse it if an earlier change fails.
 //!
+//! One member may refuse a change that the other members accept. The fragments of the changed rows
+//! then belong to different versions. A change that reads old data therefore waits until earlier
+//! changes of its rows have committed: its parity would mix the versions, and the other members
+//! would keep it.
+//!
 //! A read waits until all earlier changes of its rows are queued, because the members' answers then
-//! show these changes. Later changes of these rows wait for the read. A request that reads data
-//! from the members waits until earlier changes of the object's size have ended: if such a change
-//! failed, the fragments would not have the expected length. A request that is alone waits for all
-//! earlier requests, and all later ones wait for it.
+//! show these changes. Later changes of these rows wait for the read. A read that reconstructs data
+//! also waits until the earlier changes have committed ([`ObjectPlace::settled`]). A request that
+//! reads data from the members waits until earlier changes of the object's size have ended: if such
+//! a change failed, the fragments would not have the expected length. A request that is alone waits
+//! for all earlier requests, and all later ones wait for it.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
@@ -53,6 +59,11 @@ impl Rows {
             (Rows::Range(a), Rows::Range(b)) => a.start < b.end && b.start < a.end,
         }
     }
+
+    /// Whether a request that reads these rows reads data that a change of `changed` changes.
+    fn reads_of(&self, changed: &Rows) -> bool {
+        *changed != Rows::Nothing && self.overlap(changed)
+    }
 }
 
 /// What a request does with an object.
@@ -83,6 +94,8 @@ struct QueuedAccess {
     phase: AccessPhase,
     /// The change, once it is queued.
     change: Option<ChangeId>,
+    /// Whether the change has failed. Its request may still wait for the next interval.
+    has_failed: bool,
     waker: Waker,
 }
 
@@ -114,9 +127,18 @@ impl ObjectQueue {
                     // group while it waits for an earlier one that waits for the gate.
                     AccessPhase::Waiting => false,
                     AccessPhase::Computing => *has_guard && !rows.overlap(changed),
-                    AccessPhase::Queued => *has_guard && !(*reads && *changed == Rows::All),
+                    AccessPhase::Queued => *has_guard && !(*reads && rows.reads_of(changed)),
                 }
             }
+        })
+    }
+
+    /// Whether no earlier change of the request's rows is in progress.
+    fn is_settled(entries: &BTreeMap<u64, QueuedAccess>, number: u64) -> bool {
+        let Some(ObjectAccess::Read(own)) = entries.get(&number).map(|own| &own.access) else { return true };
+        entries.range(..number).all(|(_, earlier)| match &earlier.access {
+            ObjectAccess::Change { rows, .. } => earlier.has_failed || !own.reads_of(rows),
+            ObjectAccess::Read(_) | ObjectAccess::Alone => true,
         })
     }
 
@@ -171,6 +193,12 @@ impl ObjectPlace {
         self.wait(ObjectQueue::may_begin).await;
     }
 
+    /// Waits until the earlier changes of a read's rows have committed or failed. If one has failed
+    /// on some members only, the interval has ended.
+    pub(crate) async fn settled(&self) {
+        self.wait(ObjectQueue::is_settled).await;
+    }
+
     /// Records that a change has begun, and holds the gate of the group.
     pub(crate) fn computes(&self) {
         self.advance(AccessPhase::Computing);
@@ -221,6 +249,15 @@ impl ObjectPlace {
         self.queue.size.set(Some((interval.number, size)));
     }
 
+    /// Records that a change has failed.
+    pub(crate) fn failed(&self) {
+        self.forget();
+        if let Some(own) = self.queue.entries.borrow_mut().get_mut(&self.number) {
+            own.has_failed = true;
+        }
+        self.queue.wake();
+    }
+
     /// Discards the cached size after a failure. The next request asks the members for the size
     /// again.
     pub(crate) fn forget(&self) {
@@ -245,8 +282,13 @@ impl Objects {
         let queue = self.queue(oid);
         let number = queue.next.get();
         queue.next.set(number + 1);
-        let entry =
-            QueuedAccess { access, phase: AccessPhase::Waiting, change: None, waker: Waker::noop().clone() };
+        let entry = QueuedAccess {
+            access,
+            phase: AccessPhase::Waiting,
+            change: None,
+            has_failed: false,
+            waker: Waker::noop().clone(),
+        };
         queue.entries.borrow_mut().insert(number, entry);
         ObjectPlace { queue, number }
     }
@@ -340,7 +382,40 @@ mod tests {
         assert!(!is_ready(second.may_queue()) && is_ready(first.may_queue()));
         assert!(!begins(&same), "the first change of these rows is still computed");
         queue(&first, 1);
-        assert!(is_ready(second.may_queue()) && begins(&same));
+        assert!(
+            is_ready(second.may_queue()) && !begins(&same),
+            "the first change may still fail on one member"
+        );
+        drop(first);
+        assert!(begins(&same), "the second change has other rows");
+    }
+
+    #[test]
+    fn a_change_that_reads_no_old_data_is_queued_behind_a_change_of_the_same_rows() {
+        let objects = Objects::default();
+        let access = |reads| ObjectAccess::Change { rows: Rows::Range(0..4096), has_guard: true, reads };
+        let first = objects.enter(&oid(), access(false));
+        first.computes();
+        queue(&first, 1);
+        assert!(begins(&objects.enter(&oid(), access(false))));
+        assert!(!begins(&objects.enter(&oid(), access(true))));
+    }
+
+    #[test]
+    fn a_read_that_reconstructs_data_waits_until_the_changes_of_its_rows_have_ended() {
+        let objects = Objects::default();
+        let (first, other) =
+            (change(&objects, Rows::Range(0..4096), true), change(&objects, Rows::Range(4096..8192), true));
+        first.computes();
+        other.computes();
+        queue(&first, 1);
+        queue(&other, 2);
+        let (reads, again) = (read(&objects, 0..100), read(&objects, 0..100));
+        assert!(begins(&reads) && begins(&again) && !is_ready(reads.settled()));
+        first.failed();
+        assert!(is_ready(reads.settled()), "the change has failed");
+        drop(first);
+        assert!(is_ready(again.settled()), "the other change has other rows");
     }
 
     #[test]
@@ -365,6 +440,7 @@ mod tests {
         queue(&first, 1);
         assert!(begins(&same));
         let later = change(&objects, Rows::Range(0..4096), true);
+        drop(first);
         assert!(!begins(&later), "the read must not see a later change");
         drop(same);
         assert!(begins(&later));

@@ -14,7 +14,7 @@ use crate::coder::{Buffer, RecoverError};
 use crate::group::Group;
 use crate::interval::Interval;
 use crate::member_link::MemberLink;
-use crate::objects::Rows;
+use crate::objects::{ObjectPlace, Rows};
 use crate::plan::{FragmentSpan, ReadPlan};
 
 /// An object whose fragments are read.
@@ -82,7 +82,7 @@ impl Group {
             return Err(StoreError::TooLarge { what: "read".into(), size: end - start, limit: MAX_READ });
         }
         let (bytes, checksums) =
-            self.read_range(&interval, WholeObject { oid, size }, start..end, dest).await?;
+            self.read_range(&interval, &held, WholeObject { oid, size }, start..end, dest).await?;
         if bytes.len() as u64 != end - start {
             let detail = format!("its fragments contain {} bytes instead of {}", bytes.len(), end - start);
             return Err(StoreError::Corrupt { what: format!("object {oid}"), detail });
@@ -95,24 +95,26 @@ impl Group {
     async fn read_range(
         &self,
         interval: &Interval,
+        held: &ObjectPlace,
         whole: WholeObject<'_>,
         range: Range<u64>,
         dest: Option<ArenaBuf>,
     ) -> store::Result<(Bytes, Vec<u32>)> {
+        let held = Some(held);
         let links = self.live_links(interval, whole.oid);
         if self.layout.is_mirror() {
             let copy = self.next_copy(&links);
-            let read = self.read_one(interval, links, whole, (copy, range), dest).await?;
+            let read = self.read_one(interval, held, links, whole, (copy, range), dest).await?;
             return Ok((read.bytes, read.checksums));
         }
         let spans = self.layout.spans(range.start, range.end - range.start);
         let wanted: Vec<FragmentSpan> =
             (0..).zip(spans).filter_map(|(fragment, span)| Some((fragment, span?))).collect();
         if let [span] = &wanted[..] {
-            let read = self.read_one(interval, links, whole, span.clone(), dest).await?;
+            let read = self.read_one(interval, held, links, whole, span.clone(), dest).await?;
             return Ok((read.bytes, read.checksums));
         }
-        let reads = self.read_fragments(interval, links, whole, &wanted, None).await?;
+        let reads = self.read_fragments(interval, held, links, whole, &wanted, None).await?;
         let mut fragments: Vec<Option<(u64, FragmentRead)>> = vec![None; self.layout.k];
         for ((fragment, span), read) in wanted.into_iter().zip(reads) {
             fragments[fragment] = Some((span.start, read));
@@ -168,7 +170,7 @@ impl Group {
         let links = self.live_links(interval, whole.oid);
         let fragment = if self.layout.is_mirror() { self.next_copy(&links) } else { fragment };
         let FragmentRead { bytes, checksums } =
-            self.read_one(interval, links, whole, (fragment, range), None).await?;
+            self.read_one(interval, None, links, whole, (fragment, range), None).await?;
         let read = ReadData { data: vec![bytes.clone()], checksums, ..ReadData::default() };
         read.verify().map_err(|e| {
             StoreError::Disconnected(format!("a fragment was damaged in memory after it was read: {e}"))
@@ -187,26 +189,29 @@ impl Group {
     ) -> store::Result<FragmentRead> {
         let mut links = self.live_links(interval, whole.oid);
         links[fragment] = None;
-        self.read_one(interval, links, whole, (fragment, range), None).await
+        self.read_one(interval, None, links, whole, (fragment, range), None).await
     }
 
     async fn read_one(
         &self,
         interval: &Interval,
+        held: Option<&ObjectPlace>,
         links: Vec<Option<MemberLink>>,
         whole: WholeObject<'_>,
         span: FragmentSpan,
         dest: Option<ArenaBuf>,
     ) -> store::Result<FragmentRead> {
-        Ok(self.read_fragments(interval, links, whole, &[span], dest).await?.remove(0))
+        Ok(self.read_fragments(interval, held, links, whole, &[span], dest).await?.remove(0))
     }
 
     /// Reads ranges of fragments according to a [`ReadPlan`], and returns the ranges in the order
     /// of `wanted`. Reconstructs fragments that cannot be read. `dest` is used only if `wanted` has
-    /// a single entry.
+    /// a single entry. `held` is the place of a client's read; other callers must know that no change
+    /// of these ranges is in progress.
     async fn read_fragments(
         &self,
         interval: &Interval,
+        held: Option<&ObjectPlace>,
         mut links: Vec<Option<MemberLink>>,
         whole: WholeObject<'_>,
         wanted: &[FragmentSpan],
@@ -227,6 +232,13 @@ impl Group {
                 };
             if !plan.computed.is_empty() && !std::mem::replace(&mut is_degraded, true) {
                 metrics::counter!("outboard_osd_degraded_reads_total").increment(1);
+                if let Some(held) = held {
+                    // A member may have refused a change that the other members have accepted. The
+                    // fragments would then belong to different versions.
+                    held.settled().await;
+                    self.still(interval)?;
+                    have.iter_mut().for_each(|read| *read = None);
+                }
             }
             // After a failure, reads a fragment again only if the new plan needs more of it.
             let is_covered = |fragment: usize, range: &Range<u64>| {

@@ -398,7 +398,7 @@ impl Group {
             self.change_ended.notify_waiters();
         }
         let Err(failed) = outcome else { return Ok(()) };
-        work.iter().flat_map(|one| one.place.as_ref()).for_each(ObjectPlace::forget);
+        work.iter().flat_map(|one| one.place.as_ref()).for_each(ObjectPlace::failed);
         match failed {
             TransactionFailure::Nowhere(e)
             | TransactionFailure::Somewhere { error: e @ StoreError::Disconnected(_), .. } => Err(e),
