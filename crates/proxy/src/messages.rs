@@ -145,6 +145,14 @@ pub(crate) enum StoreCall {
     HostReading,
 }
 
+impl StoreCall {
+    /// Whether the call is a query of an object. It has a number in the order of the target's
+    /// transactions, so that later transactions do not overtake it.
+    pub(crate) fn is_object_query(&self) -> bool {
+        matches!(self, StoreCall::Query { query, .. } if query.oid().is_some())
+    }
+}
+
 /// A call to the channel itself. It always uses the control socket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum ChannelCall {

@@ -337,6 +337,16 @@ enum Admitted {
 }
 
 impl Admitted {
+    /// Whether the call has a number in the order of the target.
+    fn is_numbered(&self) -> bool {
+        match self {
+            Admitted::Call(request) => {
+                matches!(&request.call, Ok((call, ..)) if call.is_object_query())
+            }
+            Admitted::Transaction(_) => true,
+        }
+    }
+
     /// Records that the call begins to wait for its turn. Returns the number of bytes that are held
     /// back because of that.
     fn hold(&self) -> usize {
@@ -588,8 +598,7 @@ impl HostAttachment {
     /// Gives a call its place in the order of a target, and starts every call whose turn has come.
     fn order(&mut self, target: u16, after: u64, call: Admitted) -> channel::Result<()> {
         self.held_bytes += call.hold();
-        let is_transaction = matches!(call, Admitted::Transaction(_));
-        match self.admissions[usize::from(target)].offer(after, is_transaction, call) {
+        match self.admissions[usize::from(target)].offer(after, call.is_numbered(), call) {
             Ok(turn) => turn.into_iter().for_each(|call| {
                 self.held_bytes -= call.let_go();
                 match call {
@@ -600,7 +609,7 @@ impl HostAttachment {
                 }
             }),
             Err(_) => {
-                let what = format!("it sent the transaction after number {after} twice");
+                let what = format!("it sent the transaction or query after number {after} twice");
                 return Err(ChannelError::Protocol(what));
             }
         }

@@ -389,11 +389,13 @@ impl Job {
         matches!(&self.call, StoreCall::StageStripes { stripes, .. } if matches!(stripes.parity, ParityFrom::By(_)))
     }
 
-    /// Whether the job is a query: a call that no other call waits for.
+    /// Whether the job is a query that no other call waits for. Transactions wait for a query of an
+    /// object.
     pub(super) fn is_query(&self) -> bool {
         self.answer_to.is_some()
             && matches!(self.kind, AnswerUse::Plain | AnswerUse::Stage)
             && !self.carries_data()
+            && !self.call.is_object_query()
     }
 
     /// Whether the payload is short enough to share a chain with its entry.

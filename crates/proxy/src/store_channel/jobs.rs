@@ -291,7 +291,7 @@ impl State {
 
     /// Tells the host to free a stage.
     pub(super) fn release_stage(&mut self, target: u16, host_id: u64) {
-        let after = self.lanes[usize::from(target)].last_transaction;
+        let after = self.lanes[usize::from(target)].last_number;
         let job = Job::new(target, after, StoreCall::StageRelease { stage: host_id }, Route::Socket, None);
         self.submit(job);
     }

@@ -10,7 +10,8 @@
 //! jobs of a lane strictly in the order of the calls. A job with transactions of several targets is
 //! posted when it is the first in each of their lanes. Queries are sent over the control socket at
 //! once; the header of a query names the transaction that it follows, and the host holds the query
-//! back until it has that transaction. A write to a stage waits for no other call. A transaction
+//! back until it has that transaction. A query of an object has a number like a transaction, and the
+//! host holds later transactions back until it has the query. A write to a stage waits for no other call. A transaction
 //! that names the stage waits for the writes to that stage. Deadlock is impossible, because the
 //! stage writes that a transaction needs wait for neither transactions nor queries.
 
@@ -223,7 +224,8 @@ struct State {
 /// several targets is in several lanes.
 #[derive(Default)]
 struct Lane {
-    last_transaction: u64,
+    /// Number of the last transaction or query of an object.
+    last_number: u64,
     queue: VecDeque<u64>,
 }
 
@@ -401,7 +403,9 @@ impl StoreChannel {
     pub(crate) fn call(&self, target: u16, call: StoreCall, kind: AnswerUse, answer_to: AnswerTo) {
         let mut state = self.lock();
         let Some(answer_to) = state.accept(answer_to) else { return };
-        let after = state.lanes[usize::from(target)].last_transaction;
+        let lane = &mut state.lanes[usize::from(target)];
+        let after = lane.last_number;
+        lane.last_number += u64::from(call.is_object_query());
         state.submit(Job::on_socket(target, after, call, kind, answer_to));
         self.unlock(state);
     }
@@ -478,7 +482,7 @@ impl StoreChannel {
     pub(crate) fn read(&self, target: u16, read: job::ReadCall, answer_to: AnswerTo) {
         let mut state = self.lock();
         let Some(answer_to) = state.accept(answer_to) else { return };
-        let after = state.lanes[usize::from(target)].last_transaction;
+        let after = state.lanes[usize::from(target)].last_number;
         state.submit(Job::read(target, after, read, self.by_dma, answer_to));
         self.unlock(state);
     }
@@ -553,7 +557,7 @@ impl State {
         };
         match encoded {
             Ok((parts, encoded)) if parts.len() == 1 || job::may_join(&encoded) => {
-                parts.iter().for_each(|part| self.lanes[usize::from(part.target)].last_transaction += 1);
+                parts.iter().for_each(|part| self.lanes[usize::from(part.target)].last_number += 1);
                 let answers = transactions.into_iter().filter_map(|mut one| one.answer_to.take());
                 self.submit(Job::transactions(parts, encoded, by_dma, answers));
             }
@@ -596,7 +600,7 @@ impl State {
         let mut parts = Vec::with_capacity(transactions.len());
         for SubmittedTransaction { target, transaction, .. } in transactions {
             let encoding = encoded.add(transaction, align, translate)? as u16;
-            let after = self.lanes[usize::from(*target)].last_transaction;
+            let after = self.lanes[usize::from(*target)].last_number;
             parts.push(TransactionPart { target: *target, after, encoding });
         }
         Ok((parts, encoded))
