@@ -107,35 +107,6 @@ async fn a_transaction_needs_no_more_host_memory_than_its_payload() {
     assert_eq!(get(&node.store, 0, 2 * MIB).await, pattern(1, 2 * MIB));
 }
 
-/// The control socket carries queries, and the ring carries transactions.
-async fn queries_show_no_later_transaction(path: Path) {
-    let node = node(path).await;
-    make_collection(&node.store).await;
-    let set = |n: u32| {
-        let entries = vec![(Bytes::from_static(b"k"), Bytes::from(n.to_string()))];
-        node.store.queue_transaction(transaction(Op::OmapSet { oid: oid(0), entries }))
-    };
-    set(0).await.unwrap();
-    for n in 0..100 {
-        let query = || node.store.omap_iterate(&cid(), &oid(0), Bytes::new(), 10);
-        let (before, change, after) = (query(), set(n + 1), query());
-        let value = |page: (Vec<(Bytes, Bytes)>, bool)| page.0[0].1.clone();
-        assert_eq!(value(before.await.unwrap()), n.to_string(), "the query precedes the change");
-        assert_eq!(value(after.await.unwrap()), (n + 1).to_string());
-        change.await.unwrap();
-    }
-}
-
-#[tokio::test]
-async fn queries_show_no_later_transaction_by_dma() {
-    queries_show_no_later_transaction(Path::Dma).await;
-}
-
-#[tokio::test]
-async fn queries_show_no_later_transaction_over_a_socket() {
-    queries_show_no_later_transaction(Path::Tcp).await;
-}
-
 #[tokio::test]
 async fn ops_that_are_too_long_for_an_entry_are_sent_with_the_payload() {
     let node = node(Path::Dma).await;

@@ -43,6 +43,7 @@ cases!(
     a_collection_can_be_split,
     failed_transactions_change_nothing,
     requests_of_a_collection_execute_in_the_order_of_submission,
+    a_query_shows_no_later_transaction,
     a_guard_compares_a_value_at_its_point_of_the_transaction,
     a_guard_sees_the_transactions_queued_before_it,
     a_stage_stays_usable_after_a_refused_transaction,
@@ -305,6 +306,26 @@ async fn requests_of_a_collection_execute_in_the_order_of_submission(store: Stor
         store.stat(&c, &oid("dropped")).await.is_ok(),
         "dropping the future does not undo the transaction"
     );
+}
+
+/// A store may receive queries and transactions on different paths. Nothing else is in progress, so
+/// each call is executed as soon as it has arrived.
+async fn a_query_shows_no_later_transaction(store: Store) {
+    let c = with_collection(&store).await;
+    let o = oid("o");
+    let set = |n: u32| {
+        let entries = vec![(Bytes::from_static(b"k"), Bytes::from(n.to_string()))];
+        store.queue_transaction(one(&c, Op::OmapSet { oid: o.clone(), entries }))
+    };
+    set(0).await.unwrap();
+    for n in 0..50 {
+        let query = || store.omap_iterate(&c, &o, Bytes::new(), 10);
+        let (before, change, after) = (query(), set(n + 1), query());
+        let value = |page: (Vec<(Bytes, Bytes)>, bool)| page.0[0].1.clone();
+        assert_eq!(value(before.await.unwrap()), n.to_string(), "the query precedes the transaction");
+        assert_eq!(value(after.await.unwrap()), (n + 1).to_string(), "the query follows the transaction");
+        change.await.unwrap();
+    }
 }
 
 async fn arguments_out_of_range_are_refused(store: Store) {
