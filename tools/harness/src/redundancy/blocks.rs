@@ -217,7 +217,8 @@ fn judge(book: &mut Book) {
             BlockCase::Blocks { access, .. } => {
                 let least = if access == BlockPattern::Mixed { 0.9 } else { 0.8 };
                 let ratio = book.ratio("per_s", &case.name(), &case.spread());
-                book.judge(&format!("{} / 64 objects", case.name()), &ratio, BookBound::AtLeast(least));
+                let name = format!("{} / {}", case.name(), case.spread());
+                book.judge(&name, &ratio, BookBound::AtLeast(least));
             }
             BlockCase::Omap(Scheme::Single) => {
                 let changes = book.rounds(&case.name(), "per_s");
