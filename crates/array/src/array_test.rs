@@ -522,6 +522,20 @@ struct HeldCommits {
     held: watch::Sender<bool>,
     /// Number of transactions on objects other than those of the group.
     received: AtomicUsize,
+    /// Whether the store refuses the next of these transactions.
+    refuses: AtomicBool,
+}
+
+impl HeldCommits {
+    fn new() -> Arc<HeldCommits> {
+        let (inner, held) = (MemStore::new(), watch::Sender::new(false));
+        Arc::new(HeldCommits {
+            inner,
+            held,
+            received: AtomicUsize::default(),
+            refuses: AtomicBool::default(),
+        })
+    }
 }
 
 impl Submit for HeldCommits {
@@ -530,11 +544,17 @@ impl Submit for HeldCommits {
     fn submit(&self, request: StoreRequest) -> StoreFuture {
         let is_change = matches!(&request, StoreRequest::Transact { transaction, .. }
             if transaction.ops.iter().any(|op| matches!(op, Op::Write { .. })));
-        let (reply, mut held) = (self.inner.submit(request), self.held.subscribe());
         if !is_change {
-            return reply;
+            return self.inner.submit(request);
         }
         self.received.fetch_add(1, Ordering::Relaxed);
+        let reply: StoreFuture = if self.refuses.swap(false, Ordering::Relaxed) {
+            let (target, area) = (Uuid::nil(), store::Area::Data);
+            Box::pin(std::future::ready(Err(StoreError::NoSpace { target, area, needed: 4096, free: 0 })))
+        } else {
+            self.inner.submit(request)
+        };
+        let mut held = self.held.subscribe();
         Box::pin(async move {
             drop(held.wait_for(|held| !held).await);
             reply.await
@@ -557,12 +577,7 @@ fn step(cid: &CollectionId, oid: &ObjectId, block: u64, from: Option<u8>, to: u8
 #[tokio::test]
 async fn changes_of_one_object_are_queued_on_all_members_before_the_first_one_commits() {
     for (redundancy, count) in [("mirror:2", 2), ("ec:2+1", 3)] {
-        let stores: Vec<_> = (0..count)
-            .map(|_| {
-                let (inner, held) = (MemStore::new(), watch::Sender::new(false));
-                Arc::new(HeldCommits { inner, held, received: AtomicUsize::default() })
-            })
-            .collect();
+        let stores: Vec<_> = (0..count).map(|_| HeldCommits::new()).collect();
         let test = async {
             let cid = CollectionId::new(&b"c"[..]).unwrap();
             let shared = stores.iter().map(|store| Arc::clone(store) as Arc<dyn ObjectStore>);
@@ -604,43 +619,9 @@ async fn changes_of_one_object_are_queued_on_all_members_before_the_first_one_co
     }
 }
 
-/// A store in memory that answers transactions while `held` is not set, and can refuse one.
-struct RefusingStore {
-    inner: MemStore,
-    held: watch::Sender<bool>,
-    refuses: AtomicBool,
-}
-
-impl Submit for RefusingStore {
-    type Reply = StoreFuture;
-
-    fn submit(&self, request: StoreRequest) -> StoreFuture {
-        let is_change = matches!(&request, StoreRequest::Transact { transaction, .. }
-            if transaction.ops.iter().any(|op| matches!(op, Op::Write { .. })));
-        if !is_change {
-            return self.inner.submit(request);
-        }
-        let reply: StoreFuture = if self.refuses.swap(false, Ordering::Relaxed) {
-            Box::pin(std::future::ready(Err(StoreError::NoSpace {
-                target: Uuid::nil(),
-                area: store::Area::Data,
-                needed: 4096,
-                free: 0,
-            })))
-        } else {
-            self.inner.submit(request)
-        };
-        let mut held = self.held.subscribe();
-        Box::pin(async move {
-            drop(held.wait_for(|held| !held).await);
-            reply.await
-        })
-    }
-}
-
 /// A group `ec:2+1` with an object of one stripe, whose state is 1.
 struct Stripe {
-    stores: Vec<Arc<RefusingStore>>,
+    stores: Vec<Arc<HeldCommits>>,
     targets: Vec<Rc<TestTarget>>,
     array: Array,
     cid: CollectionId,
@@ -652,12 +633,7 @@ impl Stripe {
     const SECOND: u64 = 16;
 
     async fn create() -> Stripe {
-        let store = || RefusingStore {
-            inner: MemStore::new(),
-            held: watch::Sender::new(false),
-            refuses: AtomicBool::default(),
-        };
-        let stores: Vec<_> = (0..3).map(|_| Arc::new(store())).collect();
+        let stores: Vec<_> = (0..3).map(|_| HeldCommits::new()).collect();
         let cid = CollectionId::new(&b"c"[..]).unwrap();
         let shared = stores.iter().map(|store| Arc::clone(store) as Arc<dyn ObjectStore>);
         let (group, targets) = group_over(&cid, "ec:2+1", shared.collect()).await;
