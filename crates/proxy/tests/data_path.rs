@@ -166,6 +166,33 @@ async fn reads_do_not_wait_for_staging_buffers() {
 }
 
 #[tokio::test]
+async fn transactions_behind_many_queries_do_not_deadlock() {
+    let mut small = options();
+    small.memory.layout.data_len = 4 * MIB as u64;
+    small.memory.layout.ring_len = 40 << 10;
+    small.largest_request = 4 * MIB;
+    let node = node_of(Path::Dma, Arc::new(MemStore::new()), small).await;
+    make_collection(&node.store).await;
+    node.store.queue_transaction(transaction(Op::Touch { oid: oid(0) })).await.unwrap();
+    // Many more calls of each kind than the channel sends at a time.
+    let calls = (0..1000).map(|n| {
+        let stage = node.store.stage(4096);
+        let source = WriteSource::Inline(payload(n, 32 << 10));
+        let write = node.store.queue_transaction(transaction(Op::Write { oid: oid(0), offset: 0, source }));
+        let stat = node.store.stat(&cid(), &oid(0));
+        async move {
+            let (stage, write, stat) = futures::join!(stage, write, stat);
+            write.unwrap();
+            assert_eq!(stat.unwrap().size, 32 << 10, "the query follows a write");
+            stage.unwrap()
+        }
+    });
+    let calls = futures::future::join_all(calls.collect::<Vec<_>>());
+    let stages = tokio::time::timeout(Duration::from_secs(60), calls).await.expect("all calls end");
+    stages.into_iter().for_each(|stage| node.store.stage_release(stage));
+}
+
+#[tokio::test]
 async fn many_concurrent_requests_succeed_in_little_memory() {
     let mut small = options();
     small.memory.layout.data_len = 4 * MIB as u64;

@@ -11,9 +11,11 @@
 //! posted when it is the first in each of their lanes. Queries are sent over the control socket at
 //! once; the header of a query names the transaction that it follows, and the host holds the query
 //! back until it has that transaction. A query of an object has a number like a transaction, and the
-//! host holds later transactions back until it has the query. A write to a stage waits for no other call. A transaction
-//! that names the stage waits for the writes to that stage. Deadlock is impossible, because the
-//! stage writes that a transaction needs wait for neither transactions nor queries.
+//! host holds later transactions back until it has the query. A write to a stage waits for no other
+//! call. A transaction that names the stage waits for the writes to that stage.
+//!
+//! Deadlock is impossible: the stage writes that a transaction needs wait for neither transactions
+//! nor queries, and the queries of objects that it needs are sent without a limit.
 
 mod dma;
 mod driver;
@@ -66,9 +68,9 @@ pub(crate) const MAX_JOBS: usize = 1 << 15;
 /// Maximum length of a range, in bytes. The checksums of a read of this length still fit into a
 /// reply on the ring.
 const MAX_RANGE: usize = 16 << 20;
-/// Maximum number of unanswered queries. The host may hold a query back until a transaction arrives
-/// that has not been sent yet. The limit applies to queries only, so it never delays a call that
-/// the transaction needs.
+/// Maximum number of unanswered queries, except queries of objects. The host may hold a query back
+/// until a transaction arrives that has not been sent yet. The limit does not apply to queries of
+/// objects, so it never delays a call that the transaction needs.
 const MAX_QUERIES: usize = 256;
 
 /// Why a call failed.
@@ -173,7 +175,7 @@ struct State {
     ring_ready: VecDeque<u64>,
     /// Jobs that the next `pump` sends over the control socket.
     socket_ready: VecDeque<u64>,
-    /// Queries that were not sent yet. No other call waits for a query.
+    /// Queries, except queries of objects, that were not sent yet. No other call waits for them.
     queries: VecDeque<u64>,
     queries_out: usize,
     /// Free ranges of the host's data region. Without host memory, this allocator only limits the

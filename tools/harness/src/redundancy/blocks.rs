@@ -157,7 +157,7 @@ fn omap_under_kills(node: &Node, scheme: Scheme, seconds: u32) -> Result<BenchRe
     let found = node.bench_announced(scheme.pool_name(), spec, &["--objects", "1"], || {
         killed = ["store", "osd"].into_iter().try_for_each(|role| {
             std::thread::sleep(Duration::from_secs(1));
-            // Other threads receive the error as text.
+            // The error itself cannot be sent to another thread, but its text can.
             node.kill(role).map(drop).map_err(|e| e.to_string())
         });
     })?;
