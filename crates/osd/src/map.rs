@@ -399,10 +399,12 @@ impl NodeMap {
         }
     }
 
-    /// Fails because of `failure` if an unreadable target may have a newer map. This is impossible if
-    /// the node does without the unreadable targets according to the newest map that was read. It is
-    /// also impossible if most targets are readable and the node has had no witness, because most
-    /// targets must then have stored the map.
+    /// Fails because of `failure` if an unreadable target may have a newer map, although no witness
+    /// knows the newest epoch. If the node never had a witness, no newer map exists if most targets
+    /// are readable, or if the node does without the unreadable targets according to the newest map
+    /// that was read. With a witness, one target was enough to save a map. This target may be one that
+    /// the map which was read lists as lost, because it has returned since. Then only the operator's
+    /// word, `forgotten`, excludes an unreadable target.
     fn check_failed(
         &self,
         targets: &[Rc<Target>],
@@ -412,15 +414,16 @@ impl NodeMap {
     ) -> Result<(), StartError> {
         let Some(failure) = failure else { return Ok(()) };
         let failed = || targets.iter().filter(|t| t.failure().is_some());
-        let is_surprising =
-            |target: &&Rc<Target>| !self.does_without(target) && !forgotten.contains(&target.uuid);
-        let surprising: Vec<_> = failed().filter(is_surprising).collect();
+        let may_be_newer = |target: &&Rc<Target>| {
+            !forgotten.contains(&target.uuid) && (had_witness || !self.does_without(target))
+        };
+        let unreadable: Vec<_> =
+            failed().filter(may_be_newer).map(|target| target.uuid.to_string()).collect();
         let most_are_there = failed().count() * 2 < self.targets.len();
-        if surprising.is_empty() || (most_are_there && !had_witness) {
+        if unreadable.is_empty() || (most_are_there && !had_witness) {
             return Ok(());
         }
-        let unreadable =
-            surprising.iter().map(|target| target.uuid.to_string()).collect::<Vec<_>>().join(", ");
+        let unreadable = unreadable.join(", ");
         Err(StartError::UncertainMap { node: self.node, unreadable, why: failure.to_string() })
     }
 

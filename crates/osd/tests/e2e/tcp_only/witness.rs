@@ -163,6 +163,29 @@ async fn a_node_does_not_start_with_an_outdated_map() {
     start().unwrap().stop();
 }
 
+/// Each target has a map that lists the other target as lost. Only one of the maps is the newest.
+#[tokio::test]
+async fn a_map_that_lists_a_target_as_lost_does_not_exclude_a_newer_map_on_it() {
+    let (mut rig, witness) = rig("mirror:2").await;
+    restart_with(&mut rig, &[0]).await;
+    rig.client.create_pool_with("old", 1, redundancy("single")).await.unwrap();
+    rig.set_down(&[0], true);
+    rig.set_down(&[1], false);
+    rig.client.set_target_out(1, false).await.unwrap();
+    rig.client.remove_pool("old", true).await.unwrap();
+    rig.node.osd.take().unwrap().stop();
+    let content = witness.content();
+    witness.forget();
+    rig.set_down(&[0], false);
+    refuses_to_start_with_target_0(&rig, "after a newer map on the lost target");
+    witness.set_content(content);
+    rig.set_down(&[0], true);
+    restart_with(&mut rig, &[1]).await;
+    let pools = rig.client.pools().await.unwrap();
+    let names: Vec<&str> = pools.iter().map(|pool| pool.name.as_str()).collect();
+    assert_eq!(names, ["pool"]);
+}
+
 /// A witness that is missing, damaged, of another node or an old copy counts as lost.
 #[tokio::test]
 async fn without_a_witness_a_mirror_waits_for_all_copies() {
