@@ -85,6 +85,8 @@ const OTHER_SEEDS: &[(u64, &str, &str)] = &[
     (314969, "hot-objects", "aa438765"),
     // The simulator: no operator removed an object that was lost beyond the tolerance.
     (328033, "hot-objects", "52448a3d"),
+    // The osd: without a witness, it used an outdated map, and a removed pool was back.
+    (2856034186, "lying-flush", "7bfd0991"),
 ];
 
 /// Runs the program. Returns its output, and whether it has succeeded.
