@@ -524,6 +524,10 @@ struct HeldCommits {
     received: AtomicUsize,
     /// Whether the store refuses the next of these transactions.
     refuses: AtomicBool,
+    /// Whether the store ends before it executes the next of these transactions.
+    loses: AtomicBool,
+    /// Whether the data of all objects is damaged.
+    is_damaged: AtomicBool,
 }
 
 impl HeldCommits {
@@ -534,6 +538,8 @@ impl HeldCommits {
             held,
             received: AtomicUsize::default(),
             refuses: AtomicBool::default(),
+            loses: AtomicBool::default(),
+            is_damaged: AtomicBool::default(),
         })
     }
 }
@@ -542,10 +548,20 @@ impl Submit for HeldCommits {
     type Reply = StoreFuture;
 
     fn submit(&self, request: StoreRequest) -> StoreFuture {
+        if let StoreRequest::Read { oid, .. } = &request
+            && self.is_damaged.load(Ordering::Relaxed)
+        {
+            let e = StoreError::Corrupt { what: oid.to_string(), detail: "damaged by a test".into() };
+            return Box::pin(std::future::ready(Err(e)));
+        }
         let is_change = matches!(&request, StoreRequest::Transact { transaction, .. }
             if transaction.ops.iter().any(|op| matches!(op, Op::Write { .. })));
         if !is_change {
             return self.inner.submit(request);
+        }
+        if self.loses.swap(false, Ordering::Relaxed) {
+            let e = StoreError::Disconnected("ended by a test".into());
+            return Box::pin(std::future::ready(Err(e)));
         }
         self.received.fetch_add(1, Ordering::Relaxed);
         let reply: StoreFuture = if self.refuses.swap(false, Ordering::Relaxed) {
@@ -710,6 +726,36 @@ async fn no_data_is_reconstructed_from_different_versions() {
         });
         assert!(change.await.is_err());
         assert_eq!(stripe.block(0).await.unwrap(), [0; 4096][..]);
+    };
+    LocalSet::new().run_until(test).await;
+}
+
+/// The store of the first data fragment ends before it executes a change, and the new parity is damaged.
+/// The change cannot be completed. It was not acknowledged, so the group undoes it and serves requests.
+#[tokio::test]
+async fn a_change_that_too_few_members_have_intact_is_undone() {
+    let test = async {
+        let stripe = Stripe::create().await;
+        stripe.stores[0].loses.store(true, Ordering::Relaxed);
+        let change = stripe.change(0, Some(1), 2).await;
+        assert!(matches!(change, Err(StoreError::Disconnected(_))), "{change:?}");
+        let damaged = |damaged| stripe.stores[2].is_damaged.store(damaged, Ordering::Relaxed);
+        damaged(true);
+        let state = async || stripe.array.get_xattr(&stripe.cid, &stripe.oid, "v".into()).await;
+        let first = state().await;
+        assert!(
+            matches!(first, Err(StoreError::Disconnected(_))),
+            "the group gives up the change: {first:?}"
+        );
+        assert_eq!(state().await.unwrap(), vec![1]);
+        assert_eq!(stripe.block(0).await.unwrap(), [0; 4096][..]);
+        damaged(false);
+        stripe.change(Stripe::SECOND, Some(1), 2).await.unwrap();
+        stripe.targets[0].use_it(false);
+        for (block, byte) in [(0, 0), (1, 1), (Stripe::SECOND, 2)] {
+            assert_eq!(stripe.block(block).await.unwrap(), vec![byte; 4096], "block {block}");
+        }
+        assert_eq!(state().await.unwrap(), vec![2]);
     };
     LocalSet::new().run_until(test).await;
 }

@@ -5,6 +5,11 @@
 //! transaction leaves the same records on the member as the changes themselves: the intents and the
 //! undo objects. If the process ends, another decision therefore finds a member that either has the
 //! changes or lacks them.
+//!
+//! If the members that have the changes cannot read what the changes have written, too few members have
+//! them intact. The group then undoes these changes. As long as no more members are damaged or have
+//! gone back than the group tolerates, no such change was acknowledged: with the change acknowledged,
+//! only damaged members and members that have gone back lack it, and enough others have it intact.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::iter;
@@ -55,6 +60,8 @@ struct CatchUp<'a> {
     view: &'a MemberView,
     ops: Vec<Op>,
     stages: Vec<FragmentStage>,
+    /// Whether too few sources could be read because they are damaged.
+    are_sources_damaged: bool,
 }
 
 impl Group {
@@ -62,8 +69,9 @@ impl Group {
     /// `whole`, which have all changes that the group keeps.
     ///
     /// # Errors
-    /// If a member fails, or if this member refuses the transaction. In the second case, the next
-    /// decision treats the member as missing, so that it is rebuilt.
+    /// If a member fails. If this member refuses the transaction, or is damaged, the next decision
+    /// treats it as missing, so that it is rebuilt. If the sources are damaged, the next decision
+    /// undoes the changes.
     pub(crate) async fn catch_up(
         &self,
         sources: &Interval,
@@ -76,7 +84,8 @@ impl Group {
         let target = view.link.target.uuid();
         tracing::info!(cid = %self.cid, target_uuid = %target, changes = lacks.len(), objects = objects.len(), "copying changes to a member that lacks them");
         let (ops, stages) = (Vec::new(), Vec::new());
-        let mut copy = CatchUp { group: self, sources, position, view, ops, stages };
+        let mut copy =
+            CatchUp { group: self, sources, position, view, ops, stages, are_sources_damaged: false };
         let outcome = async {
             copy.clear_slots(intents.values().map(|stored| stored.place));
             for (oid, changes) in &objects {
@@ -94,7 +103,13 @@ impl Group {
             self.calls.apply_to(&view.link, transaction).await
         };
         match outcome.await {
-            Err(e) if is_refusal(&e) => {
+            Err(e) if copy.are_sources_damaged => {
+                tracing::warn!(cid = %self.cid, ?lacks, error = %e, "too few members have intact data of some changes that were in progress; the changes will be undone");
+                self.intents.borrow_mut().give_up(lacks);
+                self.intervals.end();
+                Err(over(sources.number))
+            }
+            Err(e) if is_refusal(&e) || matches!(e, StoreError::Corrupt { .. }) => {
                 tracing::warn!(cid = %self.cid, target_uuid = %target, error = %e, "a member cannot receive the changes that it lacks; it will be rebuilt");
                 self.receivers.refuses(target);
                 Err(over(sources.number))
@@ -202,6 +217,12 @@ impl CatchUp<'_> {
         Ok(undo)
     }
 
+    /// Notes whether an answer of the sources shows that they are damaged.
+    fn noted<T>(&mut self, answer: store::Result<T>) -> store::Result<T> {
+        self.are_sources_damaged |= matches!(answer, Err(StoreError::Corrupt { .. }));
+        answer
+    }
+
     /// Appends ops that remove the undo objects of settled changes from slots.
     fn clear_slots(&mut self, places: impl Iterator<Item = IntentPlace>) {
         for stored in places.filter_map(|place| self.view.in_place(place)) {
@@ -262,9 +283,10 @@ impl CatchUp<'_> {
         Ok(Undo::Restore { size: old, saved })
     }
 
-    async fn size(&self, oid: &ObjectId) -> store::Result<Option<u64>> {
+    async fn size(&mut self, oid: &ObjectId) -> store::Result<Option<u64>> {
         let mut links = self.sources.links.clone();
-        self.group.size_by_any(&mut links, oid).await
+        let size = self.group.size_by_any(&mut links, oid).await;
+        self.noted(size)
     }
 
     /// Appends ops that write ranges of the member's fragment, reconstructed from the sources.
@@ -283,7 +305,8 @@ impl CatchUp<'_> {
             while from < range.end {
                 let part = from..range.end.min(from + INLINE);
                 let (offset, len) = (part.start, part.end - part.start);
-                let read = group.reconstruct(self.sources, whole, self.position, part.clone()).await?;
+                let read = group.reconstruct(self.sources, whole, self.position, part.clone()).await;
+                let read = self.noted(read)?;
                 let blocks = group.filled(&read, (len as usize).next_multiple_of(BLOCK_SIZE));
                 let (bytes, checksums) = blocks.into_parts();
                 let payload = payload(FragmentRead { bytes: bytes.slice(..len as usize), checksums })?;
@@ -303,14 +326,16 @@ impl CatchUp<'_> {
 
     /// Appends the ops that copy changed xattrs and omap entries.
     async fn metadata(&mut self, oid: &ObjectId, changes: &ObjectChanges) -> store::Result<()> {
-        let (group, links) = (self.group, &self.sources.links);
+        let (group, sources) = (self.group, self.sources);
+        let links = &sources.links;
         let none_if_gone = |e| match e {
             StoreError::NoSuchObject(_) => Ok(Vec::new()),
             e => Err(e),
         };
         if changes.xattrs {
             let asked = async |peer: &MemberLink| peer.target.store().get_xattrs(&group.cid, oid).await;
-            let xattrs = group.ask_one_of(links, oid, asked).await.or_else(none_if_gone)?;
+            let xattrs = group.ask_one_of(links, oid, asked).await.or_else(none_if_gone);
+            let xattrs = self.noted(xattrs)?;
             self.ops.push(Op::RemoveXattrs { oid: oid.clone() });
             self.ops.push(Op::SetXattrs { oid: oid.clone(), xattrs });
         }
@@ -319,14 +344,19 @@ impl CatchUp<'_> {
             let keys: Vec<Bytes> = changes.omap_keys.iter().cloned().collect();
             let asked =
                 async |peer: &MemberLink| peer.target.store().omap_get(&group.cid, oid, keys.clone()).await;
-            entries.extend(group.ask_one_of(links, oid, asked).await.or_else(none_if_gone)?);
+            let found = group.ask_one_of(links, oid, asked).await.or_else(none_if_gone);
+            entries.extend(self.noted(found)?);
             self.ops.push(Op::OmapRemove { oid: oid.clone(), keys });
         }
-        let peer = links.iter().flatten().next().cloned();
         for (from, to) in &changes.omap_ranges {
-            let Some(peer) = &peer else { continue };
-            let found = group.calls.all_entries(peer, oid, from, to.as_ref()).await;
-            entries.extend(found.or_else(none_if_gone)?);
+            let mut found = Ok(Vec::new());
+            for peer in links.iter().flatten() {
+                found = group.calls.all_entries(peer, oid, from, to.as_ref()).await.or_else(none_if_gone);
+                if !matches!(found, Err(StoreError::Corrupt { .. })) {
+                    break;
+                }
+            }
+            entries.extend(self.noted(found)?);
             self.ops.push(match to {
                 Some(to) => Op::OmapRemoveRange { oid: oid.clone(), from: from.clone(), to: to.clone() },
                 None => Op::OmapClear { oid: oid.clone() },

@@ -86,7 +86,8 @@ pub(crate) struct GroupEvidence<'a> {
     pub(crate) states: &'a [MemberState],
     /// `None` if the witness is lost, or does not know the group.
     pub(crate) witness: Option<&'a WitnessEntry>,
-    /// Changes that some members have refused, so that no client has received a success.
+    /// Changes of which no client has received a success: some members have refused them, or too few
+    /// members have them intact.
     pub(crate) refused: &'a BTreeSet<ChangeId>,
     /// Targets of which an operator has accepted the loss.
     pub(crate) is_lost: &'a dyn Fn(&Uuid) -> bool,

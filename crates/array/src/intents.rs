@@ -72,6 +72,12 @@ impl Intents {
         &self.sequence
     }
 
+    /// Records that too few members have intact data of these changes of earlier intervals. The next
+    /// decision undoes them.
+    pub(crate) fn give_up(&mut self, changes: &BTreeSet<ChangeId>) {
+        self.sequence.give_up(changes);
+    }
+
     /// Whether the next change may start, because its slot is free.
     pub(crate) fn may_start(&self) -> bool {
         self.sequence.may_start() && !self.trimming.contains(&IntentPlace::of(self.sequence.next()))

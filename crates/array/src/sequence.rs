@@ -18,7 +18,8 @@ pub(crate) struct Sequence {
     settled: ChangeId,
     /// The last change that every member has committed.
     last_committed: ChangeId,
-    /// Changes that only some members may have because a member has refused them.
+    /// Changes that only some members may have because a member has refused them, or because too few
+    /// members have them intact.
     refused: BTreeSet<ChangeId>,
 }
 
@@ -45,7 +46,8 @@ impl Sequence {
         self.last_committed
     }
 
-    /// The changes that only some members may have because a member has refused them.
+    /// The changes that only some members may have because a member has refused them, or because too
+    /// few members have them intact.
     pub(crate) fn refused(&self) -> &BTreeSet<ChangeId> {
         &self.refused
     }
@@ -84,6 +86,11 @@ impl Sequence {
         if is_refused {
             self.refused.insert(change);
         }
+    }
+
+    /// Records that too few members have intact data of these changes.
+    pub(crate) fn give_up(&mut self, changes: &BTreeSet<ChangeId>) {
+        self.refused.extend(changes);
     }
 
     fn end(&mut self, change: ChangeId) {

@@ -87,6 +87,8 @@ const OTHER_SEEDS: &[(u64, &str, &str)] = &[
     (328033, "hot-objects", "52448a3d"),
     // The osd: without a witness, it used an outdated map, and a removed pool was back.
     (2856034186, "lying-flush", "7bfd0991"),
+    // The array: damage of an object that was being changed closed its whole group.
+    (2856035301, "lying-flush", "67d52daf"),
 ];
 
 /// Runs the program. Returns its output, and whether it has succeeded.
