@@ -24,6 +24,7 @@ use uuid::Uuid;
 use wire::CodingMode;
 
 use super::*;
+use crate::damaged_changes::{CERTAIN_AFTER, CERTAIN_ATTEMPTS};
 
 /// A store in memory whose reads wait while `held` is set.
 struct HeldStore {
@@ -524,8 +525,8 @@ struct HeldCommits {
     received: AtomicUsize,
     /// Whether the store refuses the next of these transactions.
     refuses: AtomicBool,
-    /// Whether the store ends before it executes the next of these transactions.
-    loses: AtomicBool,
+    /// How many of the next of these transactions the store does not execute, because it ends.
+    loses: AtomicUsize,
     /// Whether the data of all objects is damaged.
     is_damaged: AtomicBool,
 }
@@ -538,7 +539,7 @@ impl HeldCommits {
             held,
             received: AtomicUsize::default(),
             refuses: AtomicBool::default(),
-            loses: AtomicBool::default(),
+            loses: AtomicUsize::default(),
             is_damaged: AtomicBool::default(),
         })
     }
@@ -559,12 +560,12 @@ impl Submit for HeldCommits {
         if !is_change {
             return self.inner.submit(request);
         }
-        if self.loses.swap(false, Ordering::Relaxed) {
-            let e = StoreError::Disconnected("ended by a test".into());
-            return Box::pin(std::future::ready(Err(e)));
-        }
         self.received.fetch_add(1, Ordering::Relaxed);
-        let reply: StoreFuture = if self.refuses.swap(false, Ordering::Relaxed) {
+        let one_less = |count: usize| count.checked_sub(1);
+        let is_lost = self.loses.fetch_update(Ordering::Relaxed, Ordering::Relaxed, one_less).is_ok();
+        let reply: StoreFuture = if is_lost {
+            Box::pin(std::future::ready(Err(StoreError::Disconnected("ended by a test".into()))))
+        } else if self.refuses.swap(false, Ordering::Relaxed) {
             let (target, area) = (Uuid::nil(), store::Area::Data);
             Box::pin(std::future::ready(Err(StoreError::NoSpace { target, area, needed: 4096, free: 0 })))
         } else {
@@ -635,7 +636,7 @@ async fn changes_of_one_object_are_queued_on_all_members_before_the_first_one_co
     }
 }
 
-/// A group `ec:2+1` with an object of one stripe, whose state is 1.
+/// An erasure-coded group with two data fragments, and an object of one stripe, whose state is 1.
 struct Stripe {
     stores: Vec<Arc<HeldCommits>>,
     targets: Vec<Rc<TestTarget>>,
@@ -648,11 +649,12 @@ impl Stripe {
     /// Number of the first block of the second data fragment.
     const SECOND: u64 = 16;
 
-    async fn create() -> Stripe {
-        let stores: Vec<_> = (0..3).map(|_| HeldCommits::new()).collect();
+    async fn create(redundancy: &str) -> Stripe {
+        let count = redundancy.parse::<wire::Redundancy>().unwrap().targets();
+        let stores: Vec<_> = (0..count).map(|_| HeldCommits::new()).collect();
         let cid = CollectionId::new(&b"c"[..]).unwrap();
         let shared = stores.iter().map(|store| Arc::clone(store) as Arc<dyn ObjectStore>);
-        let (group, targets) = group_over(&cid, "ec:2+1", shared.collect()).await;
+        let (group, targets) = group_over(&cid, redundancy, shared.collect()).await;
         let stripe =
             Stripe { stores, targets, array: Array::new(group), cid, oid: ObjectId::new(&b"o"[..]).unwrap() };
         stripe.change(2 * Self::SECOND - 1, None, 0).await.unwrap();
@@ -684,7 +686,7 @@ async fn settle() {
 #[tokio::test]
 async fn no_parity_is_computed_from_a_member_that_has_refused_a_change() {
     let test = async {
-        let stripe = Stripe::create().await;
+        let stripe = Stripe::create("ec:2+1").await;
         stripe.hold(true);
         stripe.stores[1].refuses.store(true, Ordering::Relaxed);
         let (first, second) = (stripe.change(Stripe::SECOND, Some(1), 2), stripe.change(0, Some(2), 3));
@@ -707,7 +709,7 @@ async fn no_parity_is_computed_from_a_member_that_has_refused_a_change() {
 #[tokio::test]
 async fn no_data_is_reconstructed_from_different_versions() {
     let test = async {
-        let stripe = Stripe::create().await;
+        let stripe = Stripe::create("ec:2+1").await;
         stripe.targets[0].use_it(false);
         stripe.change(1, Some(1), 2).await.unwrap();
         stripe.hold(true);
@@ -735,18 +737,24 @@ async fn no_data_is_reconstructed_from_different_versions() {
 #[tokio::test]
 async fn a_change_that_too_few_members_have_intact_is_undone() {
     let test = async {
-        let stripe = Stripe::create().await;
-        stripe.stores[0].loses.store(true, Ordering::Relaxed);
+        let stripe = Stripe::create("ec:2+1").await;
+        stripe.stores[0].loses.store(1, Ordering::Relaxed);
         let change = stripe.change(0, Some(1), 2).await;
         assert!(matches!(change, Err(StoreError::Disconnected(_))), "{change:?}");
         let damaged = |damaged| stripe.stores[2].is_damaged.store(damaged, Ordering::Relaxed);
         damaged(true);
         let state = async || stripe.array.get_xattr(&stripe.cid, &stripe.oid, "v".into()).await;
-        let first = state().await;
-        assert!(
-            matches!(first, Err(StoreError::Disconnected(_))),
-            "the group gives up the change: {first:?}"
-        );
+        // The data may be readable later, so the group waits at first.
+        for _ in 0..2 * CERTAIN_ATTEMPTS {
+            let waiting = state().await;
+            assert!(matches!(waiting, Err(StoreError::Disconnected(_))), "{waiting:?}");
+            tokio::time::sleep(Duration::from_millis(25)).await;
+        }
+        tokio::time::pause();
+        tokio::time::advance(CERTAIN_AFTER).await;
+        tokio::time::resume();
+        let last = state().await;
+        assert!(matches!(last, Err(StoreError::Disconnected(_))), "the group gives up the change: {last:?}");
         assert_eq!(state().await.unwrap(), vec![1]);
         assert_eq!(stripe.block(0).await.unwrap(), [0; 4096][..]);
         damaged(false);
@@ -758,4 +766,42 @@ async fn a_change_that_too_few_members_have_intact_is_undone() {
         assert_eq!(state().await.unwrap(), vec![2]);
     };
     LocalSet::new().run_until(test).await;
+}
+
+/// Two changes of an object are in progress when a store ends. Members 0 and 1 have both of them, member
+/// 3 has only the first one, and member 2 has none. Then the members that have both fail before all
+/// members have caught up. The other two must agree about the content.
+#[tokio::test]
+async fn members_agree_although_only_one_has_caught_up() {
+    let test = async {
+        let stripe = Stripe::create("ec:2+2").await;
+        stripe.hold(true);
+        stripe.stores[2].loses.store(2, Ordering::Relaxed);
+        let first = stripe.change(0, Some(1), 2);
+        settle().await;
+        stripe.stores[3].loses.store(1, Ordering::Relaxed);
+        let second = stripe.change(2, Some(2), 3);
+        settle().await;
+        let left = || stripe.stores.iter().map(|store| store.loses.load(Ordering::Relaxed)).sum::<usize>();
+        assert_eq!(left(), 0, "the stores have lost the changes");
+        stripe.hold(false);
+        assert!(first.await.is_err() && second.await.is_err());
+        // Member 3 ends again, before it executes the change that it lacks.
+        stripe.stores[3].loses.store(1, Ordering::Relaxed);
+        let state = async || stripe.array.get_xattr(&stripe.cid, &stripe.oid, "v".into()).await;
+        let early = state().await;
+        assert!(matches!(early, Err(StoreError::Disconnected(_))) && left() == 0, "{early:?}");
+        stripe.targets[0].use_it(false);
+        stripe.targets[1].use_it(false);
+        let mut state_now = state().await;
+        while matches!(state_now, Err(StoreError::Disconnected(_))) {
+            tokio::time::sleep(Duration::from_millis(25)).await;
+            state_now = state().await;
+        }
+        let state_now = state_now.unwrap()[0];
+        let blocks = [stripe.block(0).await.unwrap(), stripe.block(2).await.unwrap()];
+        let expected = [if state_now >= 2 { 2 } else { 0 }, if state_now >= 3 { 3 } else { 0 }];
+        assert_eq!(blocks.map(|block| block[0]), expected, "state {state_now}");
+    };
+    tokio::time::timeout(Duration::from_secs(60), LocalSet::new().run_until(test)).await.unwrap();
 }

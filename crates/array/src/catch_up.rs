@@ -6,10 +6,15 @@
 //! undo objects. If the process ends, another decision therefore finds a member that either has the
 //! changes or lacks them.
 //!
-//! If the members that have the changes cannot read what the changes have written, too few members have
-//! them intact. The group then undoes these changes. As long as no more members are damaged or have
-//! gone back than the group tolerates, no such change was acknowledged: with the change acknowledged,
-//! only damaged members and members that have gone back lack it, and enough others have it intact.
+//! The members that lack changes receive them one after another, those that lack the fewest changes
+//! first, because one transaction copies all of them. A later decision may undo the last of these
+//! changes only if no other member has them, and then undoes all of them.
+//!
+//! If the members that have the changes cannot read what the changes have written, because their data is
+//! damaged, the group undoes the changes that the member lacks. As long as no more members are missing,
+//! are damaged or have gone back than the group tolerates, none of them was acknowledged. If one was, all
+//! members had it, so every member that lacks all of these changes has gone back. The members with fewer
+//! lacks have received them before, and are among the sources.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::iter;
@@ -70,8 +75,8 @@ impl Group {
     ///
     /// # Errors
     /// If a member fails. If this member refuses the transaction, or is damaged, the next decision
-    /// treats it as missing, so that it is rebuilt. If the sources are damaged, the next decision
-    /// undoes the changes.
+    /// treats it as missing, so that it is rebuilt. If the sources are certainly damaged, the next
+    /// decision undoes the changes.
     pub(crate) async fn catch_up(
         &self,
         sources: &Interval,
@@ -104,7 +109,12 @@ impl Group {
         };
         match outcome.await {
             Err(e) if copy.are_sources_damaged => {
-                tracing::warn!(cid = %self.cid, ?lacks, error = %e, "too few members have intact data of some changes that were in progress; the changes will be undone");
+                if !self.damaged_changes.add(lacks) {
+                    return Err(StoreError::Disconnected(format!(
+                        "changes that were in progress cannot be completed: {e}; trying again"
+                    )));
+                }
+                tracing::error!(cid = %self.cid, ?lacks, error = %e, "too few members have intact data of some changes that were in progress; the changes will be undone");
                 self.intents.borrow_mut().give_up(lacks);
                 self.intervals.end();
                 Err(over(sources.number))
@@ -115,6 +125,7 @@ impl Group {
                 Err(over(sources.number))
             }
             outcome => {
+                self.damaged_changes.clear();
                 metrics::counter!("outboard_osd_changes_copied_total").increment(lacks.len() as u64);
                 outcome
             }

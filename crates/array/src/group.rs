@@ -20,6 +20,7 @@ use crate::calls::Calls;
 use crate::coder::Coder;
 use crate::coding::CodingDispatcher;
 use crate::damaged::Damaged;
+use crate::damaged_changes::DamagedChanges;
 use crate::intents::Intents;
 use crate::interval::{Interval, Intervals, over};
 use crate::layout::StripeLayout;
@@ -117,6 +118,7 @@ pub struct Group {
     pub(crate) objects: Objects,
     pub(crate) stages: Stages,
     pub(crate) damaged: Damaged,
+    pub(crate) damaged_changes: DamagedChanges,
     pub(crate) rebuilds: RebuildInProgress,
     pub(crate) obstacle: Obstacle,
     /// The task that trims the slots when the group is idle.
@@ -157,6 +159,7 @@ impl Group {
             objects: Objects::default(),
             stages: Stages::default(),
             damaged: Damaged::default(),
+            damaged_changes: DamagedChanges::default(),
             rebuilds: RebuildInProgress::default(),
             obstacle: Obstacle::default(),
             idle_trim: TaskFlag::default(),

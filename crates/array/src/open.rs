@@ -25,7 +25,7 @@ use crate::member::Member;
 use crate::member_link::is_refusal;
 use crate::members::NotDecided;
 use crate::record::{
-    ChangeId, GroupRecord, IntentPlace, MemberRecord, StoredIntent, key_settled, own_object,
+    ChangeId, GroupRecord, IntentPlace, MemberRecord, Standing, StoredIntent, key_settled, own_object,
 };
 use crate::removal::leftovers;
 use crate::sequence::Sequence;
@@ -202,16 +202,23 @@ impl Group {
         let have: Vec<&MemberView> = whole.iter().flatten().collect();
         self.undo_changes(&decision.undone, &members.iter().flatten().collect::<Vec<_>>(), &have).await?;
         let links = whole.iter().map(|view| view.as_ref().map(|view| view.link.clone())).collect();
-        let (record, undone, leftovers) = (record.clone(), BTreeSet::new(), RefCell::default());
-        let sources = Interval { number, links, record, undone, leftovers };
-        for (position, member) in members.iter_mut().enumerate() {
-            let lacks = lacks(position);
-            let Some(view) = member.as_mut().filter(|_| !lacks.is_empty()) else { continue };
+        let (mut record, undone, leftovers) = (record.clone(), BTreeSet::new(), RefCell::default());
+        // A member that is not in sync cannot have what the changes have written.
+        let not_in_sync = record.members.iter_mut().filter(|member| member.standing != Standing::InSync);
+        not_in_sync.for_each(|member| member.standing = Standing::Blank);
+        let mut sources = Interval { number, links, record, undone, leftovers };
+        // The module `catch_up` states why the order matters.
+        let mut behind: Vec<usize> =
+            (0..members.len()).filter(|&position| !lacks(position).is_empty()).collect();
+        behind.sort_by_key(|&position| lacks(position).len());
+        for position in behind {
+            let Some(view) = &mut members[position] else { continue };
             if !decision.undone.is_empty() {
                 *view = self.view(&view.link).await?;
             }
-            self.catch_up(&sources, &have, position, view, &lacks).await?;
+            self.catch_up(&sources, &have, position, view, &lacks(position)).await?;
             *view = self.view(&view.link).await?;
+            sources.links[position] = Some(view.link.clone());
         }
         for view in members.iter_mut().flatten() {
             if self.remove_entries(view, decision).await? {

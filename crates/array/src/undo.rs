@@ -22,14 +22,17 @@ impl Group {
         whole: &[&MemberView],
     ) -> store::Result<()> {
         for &change in undone.iter().rev() {
-            // The metadata of this member shows the state without the change.
-            let peer = whole.iter().find(|view| !view.intents.contains_key(&change));
-            let Some(peer) = peer else { continue };
+            // The metadata of these members shows the state without the change.
+            let peers: Vec<&MemberLink> =
+                whole.iter().filter(|view| !view.intents.contains_key(&change)).map(|v| &v.link).collect();
+            if peers.is_empty() {
+                continue;
+            }
             for view in members {
                 let Some(intent) = view.intents.get(&change) else { continue };
                 let target = view.link.target.uuid();
                 tracing::info!(cid = %self.cid, ?change, target_uuid = %target, "undoing a change that too few members have");
-                let undo = self.undo(view, intent, &peer.link).await?;
+                let undo = self.undo_with(view, intent, &peers).await?;
                 if base::mutant!(SkipUndo) {
                     continue;
                 }
@@ -40,8 +43,24 @@ impl Group {
         Ok(())
     }
 
-    /// Builds the transaction that undoes a change on one member. `peer` is a member without that
-    /// change.
+    /// Builds the transaction that undoes a change on one member. `peers` are members without that
+    /// change; at least one. Uses the first of them that is not damaged.
+    async fn undo_with(
+        &self,
+        view: &MemberView,
+        stored: &StoredIntent,
+        peers: &[&MemberLink],
+    ) -> store::Result<Transaction> {
+        let (last, others) = peers.split_last().expect("at least one peer");
+        for peer in others {
+            match self.undo(view, stored, peer).await {
+                Err(StoreError::Corrupt { .. }) => {}
+                outcome => return outcome,
+            }
+        }
+        self.undo(view, stored, last).await
+    }
+
     async fn undo(
         &self,
         view: &MemberView,

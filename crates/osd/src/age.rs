@@ -162,12 +162,16 @@ pub(crate) async fn check(target: &Target, witness: &NodeWitness, patience: Dura
     Ok(has_gone_back)
 }
 
-/// Returns the highest counter of the witness that any usable target stores; 0 if there is none.
-/// Waits at most `patience` for each target.
-pub(crate) async fn witness_counter(targets: &[Rc<Target>], patience: Duration) -> u64 {
+/// Returns the highest counter of the witness that any usable target stores; 0 if the targets store
+/// none, and `None` if no counter was found and not all targets have answered. Waits at most `patience`
+/// for each target.
+pub(crate) async fn witness_counter(targets: &[Rc<Target>], patience: Duration) -> Option<u64> {
     let there = targets.iter().filter(|target| target.failure().is_none());
     let read = join_all(there.map(|target| read(target, patience))).await;
-    read.into_iter().flatten().flatten().map(|stored| stored.witness).max().unwrap_or(0)
+    let all_answered = read.iter().all(Result::is_ok);
+    let counters = read.into_iter().flatten().flatten().map(|stored| stored.witness);
+    let highest = counters.max().unwrap_or(0);
+    (highest > 0 || all_answered).then_some(highest)
 }
 
 async fn read(target: &Target, patience: Duration) -> store::Result<Option<StoredAge>> {

@@ -259,14 +259,12 @@ impl NodeMap {
         if targets.is_empty() {
             return Err(StartError::NoTargets);
         }
-        let (copies, mut failure) = read_copies(targets, patience).await?;
-        let mut map = match (newest(&copies), failure.take_if(|_| newest_is_missing(&copies))) {
-            (_, Some(failure)) => return Err(failure),
+        let MapCopies { copies, mut unreadable } = read_copies(targets, patience).await?;
+        let mut map = match (newest(&copies), config.node) {
             (Some(map), _) => map.clone(),
-            (None, _) => match config.node {
-                Some(node) => return Err(StartError::NoMap { node }),
-                None => NodeMap::new(uuids),
-            },
+            (None, _) if !unreadable.is_empty() => return Err(unreadable.remove(0).1),
+            (None, Some(node)) => return Err(StartError::NoMap { node }),
+            (None, None) => NodeMap::new(uuids),
         };
         if let Some(node) = config.node.filter(|node| *node != map.node) {
             return Err(StartError::OtherNode { node, found: map.node });
@@ -274,7 +272,7 @@ impl NodeMap {
         let accepts_losses = map.accept_losses(forgotten);
         map.check_targets(targets, &copies)?;
         let counter = age::witness_counter(targets, patience).await;
-        witness.check(map.node, counter);
+        witness.check(map.node, counter.unwrap_or(0));
         let saved_epoch = witness.map_epoch(map.node);
         let newer = saved_epoch.filter(|epoch| *epoch > map.epoch);
         if newer.is_some() {
@@ -286,12 +284,15 @@ impl NodeMap {
         // The witness confirms that no target has a newer map that was saved.
         let is_newest = saved_epoch.is_some() && newer.is_none();
         if !is_newest {
-            map.check_failed(targets, forgotten, counter > 0, failure)?;
+            map.check_unreadable(&unreadable, forgotten, counter != Some(0))?;
         }
         let unread = targets.iter().filter(|target| map.has(target) && target.failure().is_some());
         unread.for_each(|target| target.set_missed_map(true));
-        for (target, _) in
-            targets.iter().zip(&copies).filter(|(target, copy)| map.has_lost_map(target, copy.as_ref()))
+        let was_read = |target: &Target| unreadable.iter().all(|(uuid, _)| *uuid != target.uuid);
+        for (target, _) in targets
+            .iter()
+            .zip(&copies)
+            .filter(|(target, copy)| was_read(target) && map.has_lost_map(target, copy.as_ref()))
         {
             tracing::error!(target_uuid = %target.uuid, "the target has no map of the node: it was formatted again, or is a copy from before its first use");
             witness.expect_age(target.uuid);
@@ -373,7 +374,7 @@ impl NodeMap {
                     late(patience)
                 }
             };
-            let expected = is_newest || self.does_without(target);
+            let expected = is_newest || self.does_without(&target.uuid);
             if there == 0 || (there * 2 <= self.targets.len() && !expected) {
                 return Err(start_error(target, error));
             }
@@ -399,32 +400,26 @@ impl NodeMap {
         }
     }
 
-    /// Fails because of `failure` if an unreadable target may have a newer map, although no witness
-    /// knows the newest epoch. If the node never had a witness, no newer map exists if most targets
-    /// are readable, or if the node does without the unreadable targets according to the newest map
-    /// that was read. With a witness, one target was enough to save a map. This target may be one that
-    /// the map which was read lists as lost, because it has returned since. Then only the operator's
-    /// word, `forgotten`, excludes an unreadable target.
-    fn check_failed(
+    /// Fails if one of the unreadable targets may have a newer map, although no witness knows the newest
+    /// epoch. With a witness, one target is enough to save a map. This target may be one that the map
+    /// which was read lists as lost, because it has returned since. So only the operator's word,
+    /// `forgotten`, excludes an unreadable target. A version without a witness saved a map only on most
+    /// targets, or if the node did without all others. So a node that never had a witness needs most
+    /// targets, or the targets that the map does not list as lost or out of use.
+    fn check_unreadable(
         &self,
-        targets: &[Rc<Target>],
+        unreadable: &[(Uuid, StartError)],
         forgotten: &[Uuid],
         had_witness: bool,
-        failure: Option<StartError>,
     ) -> Result<(), StartError> {
-        let Some(failure) = failure else { return Ok(()) };
-        let failed = || targets.iter().filter(|t| t.failure().is_some());
-        let may_be_newer = |target: &&Rc<Target>| {
-            !forgotten.contains(&target.uuid) && (had_witness || !self.does_without(target))
+        let may_be_newer = |(uuid, _): &&(Uuid, StartError)| {
+            !forgotten.contains(uuid) && (had_witness || !self.does_without(uuid))
         };
-        let unreadable: Vec<_> =
-            failed().filter(may_be_newer).map(|target| target.uuid.to_string()).collect();
-        let most_are_there = failed().count() * 2 < self.targets.len();
-        if unreadable.is_empty() || (most_are_there && !had_witness) {
-            return Ok(());
-        }
-        let unreadable = unreadable.join(", ");
-        Err(StartError::UncertainMap { node: self.node, unreadable, why: failure.to_string() })
+        let open: Vec<&(Uuid, StartError)> = unreadable.iter().filter(may_be_newer).collect();
+        let most_are_there = unreadable.len() * 2 < self.targets.len();
+        let Some((_, why)) = open.first().filter(|_| had_witness || !most_are_there) else { return Ok(()) };
+        let unreadable = open.iter().map(|(uuid, _)| uuid.to_string()).collect::<Vec<_>>().join(", ");
+        Err(StartError::UncertainMap { node: self.node, unreadable, why: why.to_string() })
     }
 
     /// Whether a target of the node has lost its map. A target has none if the node is new, if the target
@@ -441,8 +436,8 @@ impl NodeMap {
 
     /// Whether the map lists a target as lost or out of use, or does not list it because an operator
     /// has replaced it.
-    fn does_without(&self, target: &Target) -> bool {
-        self.record(&target.uuid).is_none_or(|record| record.lost || record.out)
+    fn does_without(&self, target: &Uuid) -> bool {
+        self.record(target).is_none_or(|record| record.lost || record.out)
     }
 
     /// Records which targets have failed or have no space for the map.
@@ -526,7 +521,7 @@ impl NodeMap {
         // A target without space for the map has not failed, but does not have the map.
         let full = refusals.into_iter().flatten().find(|e| matches!(e, StoreError::NoSpace { .. }));
         let is_settled = |target: &Rc<Target>| {
-            target.failure().is_none() || self.does_without(target) || self.has_forgotten(target)
+            target.failure().is_none() || self.does_without(&target.uuid) || self.has_forgotten(target)
         };
         let certain = full.is_none() && targets.iter().all(is_settled);
         if written > 0 && (certain || written * 2 > self.targets.len() || witness.is_durable()) {
@@ -663,14 +658,18 @@ fn is_final_for(e: &StartError) -> bool {
     }
 }
 
-/// Reads the copies of the map on the targets. Waits at most `patience` for each target. Also returns
-/// the reason why one of the targets has failed, if any has.
-async fn read_copies(
-    targets: &[Rc<Target>],
-    patience: Duration,
-) -> Result<(Vec<Option<NodeMap>>, Option<StartError>), StartError> {
+/// What was read of the map on the targets.
+struct MapCopies {
+    /// By target; `None` if the target has no map, or if its map cannot be read.
+    copies: Vec<Option<NodeMap>>,
+    /// The targets whose maps cannot be read, and why.
+    unreadable: Vec<(Uuid, StartError)>,
+}
+
+/// Reads the copies of the map on the targets. Waits at most `patience` for each target.
+async fn read_copies(targets: &[Rc<Target>], patience: Duration) -> Result<MapCopies, StartError> {
     let mut copies = Vec::new();
-    let mut failure = None;
+    let mut unreadable = Vec::new();
     let incarnations: Vec<u64> = targets.iter().map(|target| target.store.incarnation()).collect();
     let reading = targets.iter().map(|target| tokio::time::timeout(patience, read_copy(target)));
     let read = targets.iter().zip(incarnations).zip(join_all(reading).await);
@@ -678,7 +677,7 @@ async fn read_copies(
         let copy = match copy {
             Err(_) => {
                 target.overdue(&ids::node_collection(), patience);
-                failure = Some(start_error(target, late(patience)));
+                unreadable.push((target.uuid, start_error(target, late(patience))));
                 None
             }
             // The target was remounted meanwhile and may work now.
@@ -690,14 +689,14 @@ async fn read_copies(
                     }
                     other => target.lose(other.to_string()),
                 }
-                failure = Some(e);
+                unreadable.push((target.uuid, e));
                 None
             }
             Ok(copy) => copy?,
         };
         copies.push(copy);
     }
-    Ok((copies, failure))
+    Ok(MapCopies { copies, unreadable })
 }
 
 /// Returns the valid map. If two maps have the same epoch, this is the map with more copies: the other
@@ -705,11 +704,6 @@ async fn read_copies(
 fn newest(copies: &[Option<NodeMap>]) -> Option<&NodeMap> {
     let count = |map: &NodeMap| copies.iter().flatten().filter(|copy| *copy == map).count();
     copies.iter().flatten().max_by_key(|map| (map.epoch, count(map)))
-}
-
-/// Returns whether no readable target has a map.
-fn newest_is_missing(copies: &[Option<NodeMap>]) -> bool {
-    copies.iter().all(Option::is_none)
 }
 
 fn start_error(target: &Target, e: StoreError) -> StartError {

@@ -42,7 +42,7 @@ pub enum StartError {
     },
     /// The witness is lost, and targets that cannot be read may have a newer map.
     #[error(
-        "the witness is lost, and targets that cannot be read may have a newer map of node {node}: {unreadable} ({why}); bring one of them back, or, if they are lost for good, accept the loss: outboard target forget ID --accept-loss"
+        "the witness is lost, and targets that cannot be read may have a newer map of node {node}: {unreadable} ({why}); bring them back, and accept the loss of those that are lost for good: outboard target forget ID --accept-loss"
     )]
     UncertainMap {
         /// The node.

@@ -1,0 +1,73 @@
+//! [`DamagedChanges`]: the changes that no member can receive, because their data is damaged.
+
+use std::cell::RefCell;
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use crate::record::ChangeId;
+
+/// Time that changes must have been damaged before they are given up. A drive or a memory that returns
+/// wrong data for a while must not look like damage.
+pub(crate) const CERTAIN_AFTER: Duration = Duration::from_secs(30);
+
+/// Number of attempts in a row that must have found the damage.
+pub(crate) const CERTAIN_ATTEMPTS: u32 = 10;
+
+/// Changes whose data could not be read in the last attempts to copy them to a member.
+#[derive(Debug, Default)]
+pub(crate) struct DamagedChanges(RefCell<Option<Damage>>);
+
+#[derive(Debug)]
+struct Damage {
+    changes: BTreeSet<ChangeId>,
+    since: Instant,
+    attempts: u32,
+}
+
+impl DamagedChanges {
+    /// Records that an attempt to copy these changes has found damage. Returns whether the damage is
+    /// certain: all attempts of [`CERTAIN_AFTER`], and at least [`CERTAIN_ATTEMPTS`], have found it.
+    pub(crate) fn add(&self, changes: &BTreeSet<ChangeId>) -> bool {
+        let mut damage = self.0.borrow_mut();
+        let known = damage.take().filter(|known| known.changes == *changes);
+        let known =
+            known.unwrap_or_else(|| Damage { changes: changes.clone(), since: Instant::now(), attempts: 0 });
+        let known = damage.insert(Damage { attempts: known.attempts + 1, ..known });
+        known.attempts >= CERTAIN_ATTEMPTS && known.since.elapsed() >= CERTAIN_AFTER
+    }
+
+    /// Records that an attempt has found no damage.
+    pub(crate) fn clear(&self) {
+        self.0.take();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn damage_is_certain_once_all_attempts_of_some_time_have_found_it() {
+        let change = |number| BTreeSet::from([ChangeId { term: 1, number }]);
+        let damaged = DamagedChanges::default();
+        let attempts = async |count: u32| {
+            for _ in 0..count {
+                tokio::time::advance(CERTAIN_AFTER / CERTAIN_ATTEMPTS).await;
+                assert!(!damaged.add(&change(1)));
+            }
+        };
+        attempts(CERTAIN_ATTEMPTS).await;
+        damaged.clear();
+        attempts(CERTAIN_ATTEMPTS).await;
+        assert!(!damaged.add(&change(2)), "other changes");
+        attempts(CERTAIN_ATTEMPTS).await;
+        tokio::time::advance(CERTAIN_AFTER / CERTAIN_ATTEMPTS).await;
+        assert!(damaged.add(&change(1)));
+        damaged.clear();
+        assert!(!damaged.add(&change(1)));
+        tokio::time::advance(2 * CERTAIN_AFTER).await;
+        assert!(!damaged.add(&change(1)), "too few attempts");
+    }
+}
