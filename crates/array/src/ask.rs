@@ -237,10 +237,15 @@ impl Group {
     }
 }
 
-/// Returns true if the error means that stored data is unreadable. Other errors mean that the store
-/// could not answer.
+/// Returns true if the error means that stored data is unreadable or missing. Other errors mean that
+/// the store could not answer.
 pub(crate) fn is_damage(e: &StoreError) -> bool {
-    matches!(e, StoreError::Corrupt { .. } | StoreError::Io(_) | StoreError::NoSuchObject(_))
+    is_unreadable(e) || matches!(e, StoreError::NoSuchObject(_))
+}
+
+/// Returns true if the error means that stored data cannot be read.
+pub(crate) fn is_unreadable(e: &StoreError) -> bool {
+    matches!(e, StoreError::Corrupt { .. } | StoreError::Io(_))
 }
 
 /// Decodes an object's size from a member's answer.

@@ -8,7 +8,8 @@
 //!
 //! The members that lack changes receive them one after another, those that lack the fewest changes
 //! first, because one transaction copies all of them. A later decision may undo the last of these
-//! changes only if no other member has them, and then undoes all of them.
+//! changes only if no other member has them, and then undoes all of them. This assumes that a member
+//! which has caught up does not go back before the next change.
 //!
 //! If the members that have the changes cannot read what the changes have written, because their data is
 //! damaged, the group undoes the changes that the member lacks. As long as no more members are missing,
@@ -24,6 +25,7 @@ use base::block::{BLOCK, BLOCK_SIZE, align_down, align_up};
 use bytes::Bytes;
 use store::{ObjectId, Op, StoreCalls, StoreError, Transaction, WriteSource};
 
+use crate::ask::is_unreadable;
 use crate::copy::payload;
 use crate::group::Group;
 use crate::interval::{Interval, over};
@@ -65,7 +67,7 @@ struct CatchUp<'a> {
     view: &'a MemberView,
     ops: Vec<Op>,
     stages: Vec<FragmentStage>,
-    /// Whether too few sources could be read because they are damaged.
+    /// Whether too few sources could read their data.
     are_sources_damaged: bool,
 }
 
@@ -228,9 +230,10 @@ impl CatchUp<'_> {
         Ok(undo)
     }
 
-    /// Notes whether an answer of the sources shows that they are damaged.
+    /// Notes whether an answer of the sources shows that too few of them can read their data.
     fn noted<T>(&mut self, answer: store::Result<T>) -> store::Result<T> {
-        self.are_sources_damaged |= matches!(answer, Err(StoreError::Corrupt { .. }));
+        let is_damage = |e: &StoreError| is_unreadable(e) || matches!(e, StoreError::TooFewTargets { .. });
+        self.are_sources_damaged |= answer.as_ref().is_err_and(is_damage);
         answer
     }
 
@@ -363,7 +366,7 @@ impl CatchUp<'_> {
             let mut found = Ok(Vec::new());
             for peer in links.iter().flatten() {
                 found = group.calls.all_entries(peer, oid, from, to.as_ref()).await.or_else(none_if_gone);
-                if !matches!(found, Err(StoreError::Corrupt { .. })) {
+                if !matches!(&found, Err(e) if is_unreadable(e)) {
                     break;
                 }
             }

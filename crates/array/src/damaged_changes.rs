@@ -12,17 +12,22 @@ use crate::record::ChangeId;
 /// wrong data for a while must not look like damage.
 pub(crate) const CERTAIN_AFTER: Duration = Duration::from_secs(30);
 
-/// Number of attempts in a row that must have found the damage.
+/// Number of attempts in a row that must have found the damage. An attempt soon after another one does
+/// not count.
 pub(crate) const CERTAIN_ATTEMPTS: u32 = 10;
+
+/// Shortest time between two attempts that count.
+const APART: Duration = Duration::from_secs(3);
 
 /// Changes whose data could not be read in the last attempts to copy them to a member.
 #[derive(Debug, Default)]
-pub(crate) struct DamagedChanges(RefCell<Option<Damage>>);
+pub(crate) struct DamagedChanges(RefCell<Option<FoundDamage>>);
 
 #[derive(Debug)]
-struct Damage {
+struct FoundDamage {
     changes: BTreeSet<ChangeId>,
     since: Instant,
+    last_counted: Instant,
     attempts: u32,
 }
 
@@ -31,11 +36,19 @@ impl DamagedChanges {
     /// certain: all attempts of [`CERTAIN_AFTER`], and at least [`CERTAIN_ATTEMPTS`], have found it.
     pub(crate) fn add(&self, changes: &BTreeSet<ChangeId>) -> bool {
         let mut damage = self.0.borrow_mut();
-        let known = damage.take().filter(|known| known.changes == *changes);
-        let known =
-            known.unwrap_or_else(|| Damage { changes: changes.clone(), since: Instant::now(), attempts: 0 });
-        let known = damage.insert(Damage { attempts: known.attempts + 1, ..known });
-        known.attempts >= CERTAIN_ATTEMPTS && known.since.elapsed() >= CERTAIN_AFTER
+        let now = Instant::now();
+        match damage.as_mut().filter(|known| known.changes == *changes) {
+            Some(known) if now - known.last_counted >= APART => {
+                (known.last_counted, known.attempts) = (now, known.attempts + 1);
+                known.attempts >= CERTAIN_ATTEMPTS && now - known.since >= CERTAIN_AFTER
+            }
+            Some(_) => false,
+            None => {
+                let changes = changes.clone();
+                *damage = Some(FoundDamage { changes, since: now, last_counted: now, attempts: 1 });
+                false
+            }
+        }
     }
 
     /// Records that an attempt has found no damage.
@@ -66,8 +79,10 @@ mod tests {
         tokio::time::advance(CERTAIN_AFTER / CERTAIN_ATTEMPTS).await;
         assert!(damaged.add(&change(1)));
         damaged.clear();
-        assert!(!damaged.add(&change(1)));
+        for _ in 0..2 * CERTAIN_ATTEMPTS {
+            assert!(!damaged.add(&change(1)));
+        }
         tokio::time::advance(2 * CERTAIN_AFTER).await;
-        assert!(!damaged.add(&change(1)), "too few attempts");
+        assert!(!damaged.add(&change(1)), "the first attempts followed each other at once");
     }
 }

@@ -203,9 +203,9 @@ impl Group {
         self.undo_changes(&decision.undone, &members.iter().flatten().collect::<Vec<_>>(), &have).await?;
         let links = whole.iter().map(|view| view.as_ref().map(|view| view.link.clone())).collect();
         let (mut record, undone, leftovers) = (record.clone(), BTreeSet::new(), RefCell::default());
-        // A member that is not in sync cannot have what the changes have written.
-        let not_in_sync = record.members.iter_mut().filter(|member| member.standing != Standing::InSync);
-        not_in_sync.for_each(|member| member.standing = Standing::Blank);
+        // A member that is not in sync cannot have what the changes have written, so no call on the
+        // sources should wait for its rebuild.
+        record.members.iter_mut().for_each(|member| member.standing = Standing::InSync);
         let mut sources = Interval { number, links, record, undone, leftovers };
         // The module `catch_up` states why the order matters.
         let mut behind: Vec<usize> =
