@@ -72,8 +72,8 @@ struct CatchUp<'a> {
 }
 
 impl Group {
-    /// Copies changes to the member at a position, which lacks them. `sources` links the members
-    /// `whole`, which have all changes that the group keeps.
+    /// Copies changes to the member at a position, which lacks them. The members `whole` have all
+    /// changes that the group keeps. `sources` links them and the members that have caught up.
     ///
     /// # Errors
     /// If a member fails. If this member refuses the transaction, or is damaged, the next decision
