@@ -528,7 +528,8 @@ struct HeldCommits {
     refuses: AtomicBool,
     /// How many of the next of these transactions the store does not execute, because it ends.
     loses: AtomicUsize,
-    /// How many transactions that undo a change the store executes before it ends.
+    /// How many of the next transactions that undo changes the store executes without an answer, because
+    /// it ends.
     undos: AtomicUsize,
     /// Whether the data of all objects is damaged.
     is_damaged: AtomicBool,

@@ -6,16 +6,15 @@
 //! undo objects. If the process ends, another decision therefore finds a member that either has the
 //! changes or lacks them.
 //!
-//! The members that lack changes receive them one after another, those that lack the fewest changes
-//! first, because one transaction copies all of them. A later decision may undo the last of these
-//! changes only if no other member has them, and then undoes all of them. This assumes that a member
-//! which has caught up does not go back before the next change.
+//! The transaction stores only one way to undo the data of all its changes. The members that lack the
+//! fewest changes therefore catch up first. Then every member with the first of the copied changes also
+//! has the last one, so a decision keeps all of them or undoes all of them. This assumes that no member
+//! goes back between its catch-up and the next change.
 //!
-//! If the members that have the changes cannot read what the changes have written, because their data is
-//! damaged, the group undoes the changes that the member lacks. As long as no more members are missing,
-//! are damaged or have gone back than the group tolerates, none of them was acknowledged. If one was, all
-//! members had it, so every member that lacks all of these changes has gone back. The members with fewer
-//! lacks have received them before, and are among the sources.
+//! If the sources cannot read what the changes have written, because their data is damaged, the group
+//! undoes the changes that the member lacks. `docs/redundancy.md` states why none of them was
+//! acknowledged, within the tolerance of the group. The argument needs the order above: members that
+//! lacked fewer changes are among the sources.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::iter;
@@ -113,7 +112,7 @@ impl Group {
             Err(e) if copy.are_sources_damaged => {
                 if !self.damaged_changes.add(lacks) {
                     return Err(StoreError::Disconnected(format!(
-                        "changes that were in progress cannot be completed: {e}; trying again"
+                        "changes that were in progress cannot be completed: {e}; trying again, and undoing them if the damage remains"
                     )));
                 }
                 tracing::error!(cid = %self.cid, ?lacks, error = %e, "too few members have intact data of some changes that were in progress; the changes will be undone");

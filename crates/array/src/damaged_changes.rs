@@ -1,4 +1,4 @@
-//! [`DamagedChanges`]: the changes that no member can receive, because their data is damaged.
+//! [`DamagedChanges`]: the changes that cannot be copied to a member, because their data is damaged.
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;

@@ -26,8 +26,8 @@
 //!   (`slots`) and the dirty notes (`dirty`); `answers`: the outcome of one transaction. `terms`: the
 //!   numbers (*terms*) of the membership records. `rebuilding`: a member that is being rebuilt.
 //!   `receivers`: targets that could not receive objects. `obstacle`: why no interval can begin.
-//!   `stage`: staged data. `damaged`: fragments to repair. `damaged_changes`: changes that no
-//!   member can receive. `calls`: calls on members and timeouts.
+//!   `stage`: staged data. `damaged`: fragments to repair. `damaged_changes`: changes that
+//!   cannot be copied to a member. `calls`: calls on members and timeouts.
 //! - `overlay` computes the change of an object, `rows` the affected rows of its stripes, `split`
 //!   and `parity` the changes of its fragments. `layout` maps bytes to fragments. `coder` computes
 //!   parity. `coding` chooses where parity is computed.

@@ -18,7 +18,7 @@ use channel::{
     Chain, ChainCompletion, Counters, DmaEngine, DmaRegion, EnginePeer, EngineTuning, Joined, MemoryAccess,
     QueueId, Reach, RejectedChain, ShmEngine, ShmOptions,
 };
-use common::{Path, cid, make_collection, node, node_of, oid, options, pattern, payload, transaction};
+use common::{Node, Path, cid, make_collection, node, node_of, oid, options, pattern, payload, transaction};
 use futures::future::BoxFuture;
 use outboard_proxy::{Attachment, AttachmentOptions};
 use store::{MemStore, ObjectStore, Op, StageId, StoreCalls, StoreError, WriteSource};
@@ -165,14 +165,20 @@ async fn reads_do_not_wait_for_staging_buffers() {
     assert_eq!(get(&node.store, 0, 3 * MIB).await, pattern(1, 3 * MIB));
 }
 
-#[tokio::test]
-async fn transactions_behind_many_queries_do_not_deadlock() {
+/// Creates a node with little memory for data and a short ring.
+async fn small_node() -> Node {
     let mut small = options();
     small.memory.layout.data_len = 4 * MIB as u64;
     small.memory.layout.ring_len = 40 << 10;
     small.largest_request = 4 * MIB;
     let node = node_of(Path::Dma, Arc::new(MemStore::new()), small).await;
     make_collection(&node.store).await;
+    node
+}
+
+#[tokio::test]
+async fn transactions_behind_many_queries_do_not_deadlock() {
+    let node = small_node().await;
     node.store.queue_transaction(transaction(Op::Touch { oid: oid(0) })).await.unwrap();
     // Many more calls of each kind than the channel sends at a time.
     let calls = (0..1000).map(|n| {
@@ -194,12 +200,7 @@ async fn transactions_behind_many_queries_do_not_deadlock() {
 
 #[tokio::test]
 async fn many_concurrent_requests_succeed_in_little_memory() {
-    let mut small = options();
-    small.memory.layout.data_len = 4 * MIB as u64;
-    small.memory.layout.ring_len = 40 << 10;
-    small.largest_request = 4 * MIB;
-    let node = node_of(Path::Dma, Arc::new(MemStore::new()), small).await;
-    make_collection(&node.store).await;
+    let node = small_node().await;
     let tasks = (0..48).map(|n| {
         let store = Arc::clone(&node.store);
         tokio::spawn(async move {
