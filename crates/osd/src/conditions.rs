@@ -77,6 +77,12 @@ async fn check(
     }
 }
 
+/// Returns whether an xattr or an omap entry is absent together with its object. The collection may not
+/// exist either, because a query does not create it.
+fn lacks_object(e: &StoreError) -> bool {
+    matches!(e, StoreError::NoSuchObject(_) | StoreError::NoSuchCollection(_))
+}
+
 /// Returns why a condition does not hold; `None` if it holds.
 async fn violation(
     place: &ObjectLocation,
@@ -97,7 +103,8 @@ async fn violation(
         Condition::Xattr(xattr, wanted) => {
             let found = match store.get_xattr(&pg.cid, oid, user_xattr(xattr)).await {
                 Ok(value) => Some(value),
-                Err(StoreError::NoSuchXattr(_) | StoreError::NoSuchObject(_)) => None,
+                Err(StoreError::NoSuchXattr(_)) => None,
+                Err(e) if lacks_object(&e) => None,
                 Err(e) => return Err(e.into()),
             };
             (found != *wanted)
@@ -106,7 +113,7 @@ async fn violation(
         Condition::Omap(key, wanted) => {
             let found = match store.omap_get(&pg.cid, oid, vec![key.clone()]).await {
                 Ok(mut found) => found.pop().map(|(_, value)| value),
-                Err(StoreError::NoSuchObject(_)) => None,
+                Err(e) if lacks_object(&e) => None,
                 Err(e) => return Err(e.into()),
             };
             (found != *wanted)

@@ -8,7 +8,7 @@ use base::block::Payload;
 use bytes::Bytes;
 use client::{Error, NodeError, PutOptions};
 use messenger::BulkSink;
-use wire::{ObjectReply, ObjectRequest, Read, ReplyBody, RequestBody};
+use wire::{Condition, ObjectReply, ObjectRequest, Query, QueryOp, Read, ReplyBody, RequestBody};
 
 #[tokio::test]
 async fn objects_of_every_size_are_read_as_they_were_written() {
@@ -218,6 +218,25 @@ async fn a_wrong_guess_that_an_uncached_object_is_new_has_no_effect() {
         expected[..2].copy_from_slice(b"ab");
         expected[4096..4098].copy_from_slice(b"cd");
         assert_eq!(object.get().await.unwrap(), expected, "no old data is visible");
+    }
+}
+
+#[tokio::test]
+async fn a_query_of_an_unused_group_finds_that_the_object_has_no_xattr_and_no_entry() {
+    let node = Node::start();
+    let (client, _pool) = node.pool().await;
+    let query = async |condition: Condition| {
+        let query = Query { name: name("object"), conditions: vec![condition], ops: vec![QueryOp::Xattrs] };
+        client.query(query).await.unwrap_err()
+    };
+    for (absent, present) in [
+        (Condition::Omap("k".into(), None), Condition::Omap("k".into(), Some("v".into()))),
+        (Condition::Xattr("x".into(), None), Condition::Xattr("x".into(), Some("v".into()))),
+    ] {
+        let holds = query(absent).await;
+        assert!(matches!(&holds, Error::Node(NodeError::NoSuchObject(_))), "{holds}");
+        let refused = query(present).await;
+        assert!(matches!(&refused, Error::Node(NodeError::ConditionFailed { index: 0, .. })), "{refused}");
     }
 }
 
