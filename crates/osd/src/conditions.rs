@@ -77,8 +77,8 @@ async fn check(
     }
 }
 
-/// Returns whether an xattr or an omap entry is absent together with its object. The collection may not
-/// exist either, because a query does not create it.
+/// Returns whether the error means that the object does not exist, and so has no xattrs and no omap
+/// entries. A query does not create the collection of its group, so the collection may be missing, too.
 fn lacks_object(e: &StoreError) -> bool {
     matches!(e, StoreError::NoSuchObject(_) | StoreError::NoSuchCollection(_))
 }
