@@ -59,6 +59,8 @@ pub(crate) struct Osd {
     pub(crate) sessions: RefCell<Sessions>,
     /// Open connections, by number.
     pub(crate) connections: RefCell<BTreeMap<ConnectionId, Weak<dyn Connection>>>,
+    /// Port at which the osd accepts connections.
+    pub(crate) port: Cell<u16>,
     /// Transports other than TCP that clients can use: kind and address of each.
     pub(crate) paths: RefCell<Vec<PathStatus>>,
     /// Counters of connections that the listener refused, and of slots that it reclaimed from
@@ -148,6 +150,7 @@ impl Osd {
             pools: RefCell::default(),
             sessions: RefCell::new(Sessions::new(config.sessions, age.generation())),
             connections: RefCell::default(),
+            port: Cell::new(0),
             paths: RefCell::default(),
             admissions: RefCell::default(),
             in_flight: InFlight::default(),

@@ -185,7 +185,7 @@ impl Served {
                 spawn(async move { victim.close().await });
             }
         }
-        Ok(ReplyBody::Opened { version, session })
+        Ok(ReplyBody::Opened { version, session, shard: 0, shards: vec![self.osd.port.get()] })
     }
 }
 

@@ -123,6 +123,10 @@ impl OsdServer {
             Ok(listener) => listener,
             Err(e) => return ready(Err(e.into())),
         };
+        match port_of(&listener.endpoint()) {
+            Ok(port) => osd.port.set(port),
+            Err(e) => return ready(Err(e)),
+        }
         osd.paths.replace(listener.paths());
         osd.admissions.replace(Some(listener.admissions()));
         let started = {
@@ -153,4 +157,10 @@ impl OsdServer {
         }
         osd.age.save(&osd.targets, &osd.witness, LAST_WORD).await;
     }
+}
+
+/// Returns the port of a listener's address.
+fn port_of(endpoint: &str) -> Result<u16, StartError> {
+    let port = endpoint.rsplit_once(':').and_then(|(_, port)| port.parse().ok());
+    port.ok_or_else(|| StartError::NoPort(endpoint.to_owned()))
 }

@@ -103,6 +103,9 @@ pub enum StartError {
     /// The osd cannot listen on the address.
     #[error("the osd cannot listen for clients: {0}")]
     Listen(#[from] MessengerError),
+    /// The listener's address has no port, which clients need.
+    #[error("the osd listens at {0}, which has no port; listen at an address of the form host:port")]
+    NoPort(String),
     /// The operating system refused to start a thread of the osd.
     #[error("cannot start a thread of the osd: {0}; check the limits on processes and files")]
     Os(#[from] std::io::Error),

@@ -177,6 +177,18 @@ pub enum Error {
          without order, or copy them to a new pool (docs/operations.md, \"Pools of earlier versions\")"
     )]
     NotOrdered(String),
+    /// Another shard of the osd serves the placement group that the request names. Send the request
+    /// again, as the same attempt, to shard `group mod shards`.
+    #[error(
+        "another of the {shards} shards of the node serves this object; use a client that sends each request to the \
+         shard of its placement group"
+    )]
+    WrongShard {
+        /// Number of placement groups of the pool.
+        groups: u32,
+        /// Number of shards of the osd.
+        shards: u16,
+    },
 }
 
 impl Error {

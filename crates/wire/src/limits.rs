@@ -44,3 +44,5 @@ pub const MAX_POOLS: usize = 1024;
 pub const MAX_PG_COUNT: u32 = 4096;
 /// Default number of placement groups of a pool.
 pub const DEFAULT_PG_COUNT: u32 = 32;
+/// Maximum number of shards of an osd.
+pub const MAX_SHARDS: u16 = 64;

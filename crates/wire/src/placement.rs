@@ -63,6 +63,14 @@ pub fn group(hash: u32, pg_count: u32) -> u32 {
     hash & (pg_count - 1)
 }
 
+/// Returns the number of the shard that serves a placement group. `shards` is the osd's number of
+/// shards, at least 1.
+#[must_use]
+pub fn shard(group: u32, shards: u16) -> u16 {
+    debug_assert!(shards > 0, "an osd has at least one shard");
+    (group % u32::from(shards)) as u16
+}
+
 /// Returns the index of a placement group's target in `targets`; `None` if there are no targets.
 #[must_use]
 pub fn target(pool_id: u32, pg: u32, targets: &[Uuid]) -> Option<usize> {

@@ -24,6 +24,12 @@ pub enum ReplyBody {
         version: u16,
         /// The session that the client presented, or a new session.
         session: SessionId,
+        /// Number of the shard that serves this connection.
+        shard: u16,
+        /// Port of each shard of the osd, by the shard's number. All shards listen at the same
+        /// network addresses. Contains `shard`, and at most [`MAX_SHARDS`](crate::limits::MAX_SHARDS)
+        /// ports.
+        shards: Vec<u16>,
     },
     /// The session is closed.
     Closed,

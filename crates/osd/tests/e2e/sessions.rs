@@ -467,7 +467,8 @@ impl Script {
     }
 
     async fn open(&self, session: SessionId) {
-        self.answer(0, Ok(ReplyBody::Opened { version: wire::VERSION, session })).await;
+        let opened = ReplyBody::Opened { version: wire::VERSION, session, shard: 0, shards: vec![1] };
+        self.answer(0, Ok(opened)).await;
     }
 
     async fn cut(&mut self) {
