@@ -58,8 +58,9 @@ pub trait Submit {
 
     /// Announces memory that will often contain payloads and destinations of reads, so that the
     /// store can register it with the I/O rings of its drives. Registration makes I/O faster and
-    /// has no other effect. The osd calls this method at every attachment. A store must release the
-    /// memory of earlier attachments, because otherwise that memory would never be unmapped.
+    /// has no other effect. Each attachment of an osd calls this method, and several attachments may
+    /// exist at a time. At each call, a store must release all memory that only registrations still
+    /// refer to, because otherwise the memory of ended attachments would never be unmapped.
     fn register_memory(&self, _arena: &Arc<Arena>) {}
 }
 

@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, PoisonError, RwLock};
 
-use base::mem::Arena;
+use base::mem::{Arena, ArenaRegistration};
 
 use crate::{
     ObjectStore, Op, StageId, StoreError, StoreFuture, StoreReply, StoreRequest, Submit, Transaction,
@@ -23,7 +23,7 @@ struct Current {
     incarnation: u64,
     store: Arc<dyn ObjectStore>,
     /// Memory that was registered with the current store, and that later stores must register, too.
-    memory: Option<Arc<Arena>>,
+    memory: Vec<ArenaRegistration>,
 }
 
 impl std::fmt::Debug for RemountedStore {
@@ -41,7 +41,7 @@ impl RemountedStore {
     /// Creates a store that forwards to `store`, in incarnation 0.
     #[must_use]
     pub fn new(store: Arc<dyn ObjectStore>) -> RemountedStore {
-        RemountedStore { current: RwLock::new(Current { incarnation: 0, store, memory: None }) }
+        RemountedStore { current: RwLock::new(Current { incarnation: 0, store, memory: Vec::new() }) }
     }
 
     /// Returns the value of [`MountOptions::stages_after`](crate::MountOptions::stages_after) for
@@ -55,8 +55,9 @@ impl RemountedStore {
     /// submitted before still receive the replies of the previous store.
     pub fn replace(&self, store: Arc<dyn ObjectStore>) {
         let mut current = self.current.write().unwrap_or_else(PoisonError::into_inner);
-        if let Some(memory) = &current.memory {
-            store.register_memory(memory);
+        current.memory.retain(|memory| !memory.is_all_there_is());
+        for memory in &current.memory {
+            store.register_memory(memory.arena());
         }
         current.incarnation += 1;
         current.store = store;
@@ -110,13 +111,16 @@ impl Submit for RemountedStore {
 
     fn register_memory(&self, arena: &Arc<Arena>) {
         let mut current = self.current.write().unwrap_or_else(PoisonError::into_inner);
-        current.memory = Some(Arc::clone(arena));
+        current.memory.retain(|memory| !memory.is_all_there_is() && !Arc::ptr_eq(memory.arena(), arena));
+        current.memory.push(ArenaRegistration::new(arena));
         current.store.register_memory(arena);
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::sync::{Mutex, Weak};
+
     use base::block::Payload;
     use bytes::Bytes;
 
@@ -129,6 +133,44 @@ mod tests {
         let make = || Arc::new(RemountedStore::new(Arc::new(MemStore::new()))) as Arc<dyn ObjectStore>;
         run(|| async { make() }).await;
         random_operations(make(), seed(), 500).await;
+    }
+
+    /// A store that only counts the memory that it registers.
+    #[derive(Default)]
+    struct CountsMemory(Mutex<Vec<Weak<Arena>>>);
+
+    impl CountsMemory {
+        fn registered(&self) -> usize {
+            self.0.lock().unwrap().len()
+        }
+    }
+
+    impl Submit for CountsMemory {
+        type Reply = StoreFuture;
+
+        fn submit(&self, _: StoreRequest) -> StoreFuture {
+            ready(Ok(StoreReply::Done))
+        }
+
+        fn register_memory(&self, arena: &Arc<Arena>) {
+            self.0.lock().unwrap().push(Arc::downgrade(arena));
+        }
+    }
+
+    #[test]
+    fn a_remounted_store_registers_the_memory_that_is_still_in_use() {
+        let [first, second] = [(); 2].map(|()| Arc::new(CountsMemory::default()));
+        let target = RemountedStore::new(first.clone());
+        let mut arenas: Vec<_> = (0..3).map(|_| Arena::anonymous(4096).unwrap()).collect();
+        for arena in arenas.iter().chain(&arenas[..1]) {
+            target.register_memory(arena);
+        }
+        assert_eq!(first.registered(), 4);
+        let (ended, used) = (Arc::downgrade(&arenas[0]), &arenas.split_off(1));
+        drop(arenas);
+        target.replace(second.clone());
+        assert_eq!(second.registered(), used.len(), "each once");
+        assert_eq!(ended.strong_count(), 0);
     }
 
     #[tokio::test]

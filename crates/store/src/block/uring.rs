@@ -21,8 +21,9 @@ use super::io::{IoDone, IoOp, IoRequest, Segment};
 /// Number of entries of the submission queue. When the queue is full, its entries are submitted to
 /// the kernel before the next request is added.
 const ENTRIES: u32 = 256;
-/// Maximum number of memory ranges that are registered with one ring.
-const BUFFERS: u32 = 16;
+/// Maximum number of memory ranges that are registered with one ring. An osd with 64 shards has 64
+/// arenas, of usually one range each.
+const BUFFERS: u32 = 256;
 /// Maximum size of a memory range that the kernel registers, in bytes.
 const MAX_BUFFER: usize = 1 << 30;
 /// Request id of the completions that report writes to the wake-up descriptor.
@@ -139,8 +140,8 @@ pub(crate) struct IoRing {
     /// Completions of requests that failed before they reached the kernel.
     failed: Vec<IoDone>,
     /// Registered memory, by its index in the kernel's table; `None` if the kernel does not support
-    /// the table.
-    buffers: Option<Vec<Registered>>,
+    /// the table. A free entry of the table is `None`, too.
+    buffers: Option<Vec<Option<Registered>>>,
     /// Counters of the reads and writes that use registered memory, and of the reads and writes
     /// that do not.
     registered_io: metrics::Counter,
@@ -205,10 +206,12 @@ impl IoRing {
 
     /// Registers the memory of `arena`, so that the kernel pins it once instead of for every
     /// request. The kernel may refuse the registration because of the limit on locked memory, or
-    /// the table may be full. In both cases, requests work without registration.
+    /// the table may be full. In both cases, requests work without registration. Ends the
+    /// registration of all memory that only I/O rings still refer to.
     pub(crate) fn register(&mut self, arena: &Arc<Arena>) {
+        self.release_unused();
         let Some(buffers) = &self.buffers else { return };
-        if buffers.iter().any(|b| Arc::ptr_eq(b.memory.arena(), arena)) {
+        if buffers.iter().flatten().any(|b| Arc::ptr_eq(b.memory.arena(), arena)) {
             return;
         }
         for (start, len) in ranges(arena.len()) {
@@ -221,12 +224,27 @@ impl IoRing {
         }
     }
 
+    /// Ends the registration of memory that only I/O rings still refer to, so that this memory is
+    /// unmapped. The kernel keeps the memory of requests in progress.
+    #[allow(unsafe_code)]
+    fn release_unused(&mut self) {
+        let none = libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 };
+        for (index, entry) in self.buffers.iter_mut().flatten().enumerate() {
+            if !entry.as_ref().is_some_and(|registered| registered.memory.is_all_there_is()) {
+                continue;
+            }
+            // SAFETY: the entry becomes empty, so the kernel gets no memory.
+            match unsafe { self.ring.submitter().register_buffers_update(index as u32, &[none], None) } {
+                Ok(()) => *entry = None,
+                Err(error) => tracing::warn!(%error, "memory stays registered with the I/O ring"),
+            }
+        }
+    }
+
     #[allow(unsafe_code)]
     fn register_range(&mut self, range: Registered) -> io::Result<()> {
         let Some(buffers) = &mut self.buffers else { return Ok(()) };
-        // Reuse the entry of memory that only I/O rings still refer to, so that this memory is
-        // unmapped. The kernel keeps the memory of requests in progress.
-        let index = buffers.iter().position(|b| b.memory.is_all_there_is()).unwrap_or(buffers.len());
+        let index = buffers.iter().position(Option::is_none).unwrap_or(buffers.len());
         if index >= BUFFERS as usize {
             return Err(io::Error::other("the table of registered memory is full"));
         }
@@ -236,8 +254,8 @@ impl IoRing {
         // closed.
         unsafe { self.ring.submitter().register_buffers_update(index as u32, &[vector], None) }?;
         match buffers.get_mut(index) {
-            Some(place) => *place = range,
-            None => buffers.push(range),
+            Some(place) => *place = Some(range),
+            None => buffers.push(Some(range)),
         }
         Ok(())
     }
@@ -245,7 +263,8 @@ impl IoRing {
     /// Returns the index of the registered range that contains `memory`. Counts the request as a
     /// request with or without registered memory.
     fn registered(&self, memory: &[u8]) -> Option<u16> {
-        let index = self.buffers.as_ref().and_then(|all| all.iter().position(|b| b.holds(memory)));
+        let holds = |entry: &Option<Registered>| entry.as_ref().is_some_and(|range| range.holds(memory));
+        let index = self.buffers.as_ref().and_then(|all| all.iter().position(holds));
         match index {
             Some(_) => self.registered_io.increment(1),
             None => self.unregistered_io.increment(1),
@@ -498,6 +517,24 @@ mod tests {
         }
         let kept = earlier.iter().filter(|arena| arena.upgrade().is_some()).count();
         assert!(kept <= 1, "{kept} arenas of earlier attachments are kept");
+    }
+
+    /// An osd with many shards stops, and then one with a single shard attaches.
+    #[test]
+    fn a_registration_releases_all_memory_of_ended_attachments() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut rings = [ring(dir.path(), "a"), ring(dir.path(), "b")];
+        let arenas: Vec<_> = (0..64).map(|_| Arena::anonymous(1 << 16).unwrap()).collect();
+        let earlier: Vec<_> = arenas.iter().map(Arc::downgrade).collect();
+        for arena in &arenas {
+            rings.iter_mut().for_each(|ring| ring.register(arena));
+        }
+        drop(arenas);
+        let next = Arena::anonymous(1 << 16).unwrap();
+        // The first ring finds the memory still registered with the second ring.
+        rings.iter_mut().for_each(|ring| ring.register(&next));
+        let kept = earlier.iter().filter(|arena| arena.upgrade().is_some()).count();
+        assert_eq!(kept, 0, "arenas of ended attachments are kept");
     }
 
     #[test]
