@@ -16,6 +16,17 @@ pub enum ChannelError {
     /// The peer or this side refused the attachment, or a part of it such as a memory range.
     #[error("attachment refused: {0}")]
     Refused(String),
+    /// The osd has claimed a seat that does not exist.
+    #[error(
+        "seat {seat} of {seats} does not exist; an osd has 1 to {} seats, counted from 0",
+        crate::MAX_SEATS
+    )]
+    NoSuchSeat {
+        /// The number of the claimed seat.
+        seat: u16,
+        /// The number of seats that the osd claims to have.
+        seats: u16,
+    },
     /// Memory could not be allocated, or the memory that the peer sent is unacceptable.
     #[error(transparent)]
     Memory(#[from] base::mem::MemError),

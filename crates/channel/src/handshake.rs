@@ -1,9 +1,9 @@
 //! The handshake that opens an attachment over the control socket.
 //!
-//! The osd sends [`ChannelHello`]: protocol versions, a nonce, the requested memory sizes, and how
-//! its engine reaches host memory. The store answers with [`ChannelWelcome`] or with a refusal. An
-//! engine on the same machine gets host memory and the two doorbells as file descriptors, which
-//! only a UNIX socket can carry. An engine that reaches memory over a network gets an offer in the
+//! The osd sends [`ChannelHello`]: protocol versions, a nonce, the requested memory sizes, how its
+//! engine reaches host memory, and the seat that it claims. The store answers with
+//! [`ChannelWelcome`] or with a refusal. An engine on the same machine gets host memory and the two
+//! doorbells as file descriptors, which only a UNIX socket can carry. An engine that reaches memory over a network gets an offer in the
 //! welcome, over any socket. If the store cannot provide memory, the welcome states the reason, and
 //! the control socket carries all data.
 
@@ -26,10 +26,12 @@ use uuid::Uuid;
 use crate::control::ControlSocket;
 use crate::frame::ChannelEntry;
 use crate::ofi::OfiOffer;
-use crate::{ChannelError, Doorbell, EntryHeader, EntryKind, HEADER_LEN, MemoryLayout, Result, Ringer};
+use crate::{
+    ChannelError, Doorbell, EntryHeader, EntryKind, HEADER_LEN, MemoryLayout, Result, Ringer, SeatClaim,
+};
 
 /// Version of the channel's protocol.
-pub const VERSION: u16 = 10;
+pub const VERSION: u16 = 11;
 /// Maximum length of a handshake frame, in bytes.
 const MAX_HANDSHAKE: usize = 64 << 10;
 /// Interval of the keepalive probes to a silent TCP peer.
@@ -53,6 +55,29 @@ pub struct ChannelHello {
     pub memory: Option<MemoryRequest>,
     /// Maximum number of unanswered requests that the osd will send.
     pub outstanding: u32,
+    /// The seat for the attachment.
+    pub seat: SeatClaim,
+}
+
+/// The start of a hello, which is the same in all versions of the protocol.
+#[derive(Deserialize)]
+struct HelloVersions {
+    min: u16,
+    max: u16,
+}
+
+impl HelloVersions {
+    /// Refuses an osd that does not support this program's version.
+    fn check(&self) -> Result<()> {
+        let HelloVersions { min, max } = *self;
+        if (min..=max).contains(&VERSION) {
+            return Ok(());
+        }
+        Err(ChannelError::Refused(format!(
+            "the store uses protocol version {VERSION}, the osd versions {min} to {max}; \
+             update the older program"
+        )))
+    }
 }
 
 /// Host memory that the osd asks for.
@@ -382,26 +407,32 @@ pub async fn accept<S>(
     decide: impl FnOnce(&ChannelHello, &Carrier) -> Result<(ChannelWelcome, Option<MemoryAccess>, S)>,
 ) -> Result<(ChannelHello, S, ControlSocket)> {
     let (frame, _) = socket.receive(EntryKind::Hello).await?;
-    let hello: ChannelHello = decode(&frame.control)?;
-    let decision = if (hello.version_min..=hello.version_max).contains(&VERSION) {
-        decide(&hello, &socket.carrier())
-    } else {
-        let ChannelHello { version_min, version_max, .. } = hello;
-        let what = format!(
-            "the store uses protocol version {VERSION}, the osd versions {version_min} to {version_max}; \
-             update the older program"
-        );
-        Err(ChannelError::Refused(what))
+    // The rest of a hello of another version may differ, so check the versions first.
+    let decision = match decode::<HelloVersions>(&frame.control)?.check() {
+        Ok(()) => {
+            let hello: ChannelHello = decode(&frame.control)?;
+            let decided = hello.seat.check().and_then(|()| decide(&hello, &socket.carrier()));
+            decided.map(|decided| (hello, decided))
+        }
+        Err(e) => Err(e),
     };
-    let answer = decision.as_ref().map(|(welcome, ..)| welcome).map_err(ToString::to_string);
+    let answer = decision.as_ref().map(|(_, (welcome, ..))| welcome).map_err(reason);
     let sealed = EntryHeader::new(EntryKind::Welcome, 0, 0).seal(&encode(&answer));
     let (access, decision) = match decision {
-        Ok((_, access, attachment)) => (access, Ok(attachment)),
+        Ok((hello, (_, access, attachment))) => (access, Ok((hello, attachment))),
         Err(e) => (None, Err(e)),
     };
     socket.send(&sealed, access).await?;
-    let attachment = decision?;
+    let (hello, attachment) = decision?;
     Ok((hello, attachment, socket.into_control()))
+}
+
+/// The text of a refusal. The osd adds that the attachment was refused.
+fn reason(refusal: &ChannelError) -> String {
+    match refusal {
+        ChannelError::Refused(why) => why.clone(),
+        other => other.to_string(),
+    }
 }
 
 fn encode(value: &impl Serialize) -> Bytes {
@@ -470,8 +501,9 @@ mod tests {
         let (ours, theirs) = UnixStream::pair().unwrap();
         let layout = MemoryLayout { ring_len: 64 << 10, data_len: 1 << 20 };
         let memory = Some(MemoryRequest { layout, reach: Reach::Descriptors });
-        let hello =
-            ChannelHello { version_min: VERSION, version_max: VERSION, nonce: 3, memory, outstanding: 1 };
+        let seat = SeatClaim { osd: 1, seat: 0, seats: 1 };
+        let (version_min, version_max) = (VERSION, VERSION);
+        let hello = ChannelHello { version_min, version_max, nonce: 3, memory, outstanding: 1, seat };
         let store = accept(Socket::Unix(theirs), |hello, carrier| {
             assert!(carrier.carries_memory() && hello.memory.as_ref().is_some_and(|m| m.layout == layout));
             let fd = || crate::Doorbell::create().unwrap();
@@ -489,5 +521,38 @@ mod tests {
         let (welcome, access, _control) = joined.unwrap();
         assert_eq!(welcome.targets, [TargetInfo { uuid: Uuid::from_u128(7) }]);
         assert!(matches!(access, Some(MemoryAccess::Descriptors(_))));
+    }
+
+    /// Sends a hello with this control data. Returns why the store refuses it, as the osd is told.
+    async fn refusal(hello: &[u8]) -> String {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let store = accept::<()>(Socket::Unix(theirs), |_, _| panic!("the hello was accepted"));
+        let osd = async {
+            let mut socket = Socket::Unix(ours);
+            socket.send(&EntryHeader::new(EntryKind::Hello, 0, 0).seal(hello), None).await.unwrap();
+            let (frame, _) = socket.receive(EntryKind::Welcome).await.unwrap();
+            decode::<Result<ChannelWelcome, String>>(&frame.control).unwrap().unwrap_err()
+        };
+        let (accepted, told) = tokio::join!(store, osd);
+        let why = accepted.err().unwrap().to_string();
+        assert!(why.contains(&told), "the osd is told {told:?}, the store reports {why:?}");
+        told
+    }
+
+    #[tokio::test]
+    async fn an_osd_of_another_version_is_told_the_versions() {
+        // Up to version 10, a hello had no seat.
+        let (nonce, memory, outstanding) = (3u64, None::<MemoryRequest>, 1u32);
+        let told = refusal(&encode(&(10u16, 10u16, nonce, memory, outstanding))).await;
+        assert!(told.contains("the store uses protocol version 11, the osd versions 10 to 10"), "{told}");
+    }
+
+    #[tokio::test]
+    async fn a_seat_that_does_not_exist_is_refused() {
+        let (version_min, version_max) = (VERSION, VERSION);
+        let seat = SeatClaim { osd: 1, seat: 4, seats: 4 };
+        let hello = ChannelHello { version_min, version_max, nonce: 3, memory: None, outstanding: 1, seat };
+        let told = refusal(&encode(&hello)).await;
+        assert!(told.starts_with("seat 4 of 4 does not exist"), "{told}");
     }
 }

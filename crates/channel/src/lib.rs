@@ -23,6 +23,7 @@ mod handshake;
 mod memory;
 pub mod ofi;
 pub mod ring;
+mod seat;
 mod shm;
 #[cfg(feature = "sim")]
 pub mod sim;
@@ -40,4 +41,5 @@ pub use handshake::{
     MemoryRequest, Reach, Socket, TargetInfo, VERSION, accept, join,
 };
 pub use memory::{DpuMemory, HostMemory, MemoryLayout, MemoryOptions};
+pub use seat::{MAX_SEATS, SeatClaim};
 pub use shm::{MAX_TRANSFER, Profile, ShmEngine, ShmOptions};

@@ -36,7 +36,7 @@ pub struct AttachmentStatus {
     pub offload: OffloadStatus,
 }
 
-/// The lasting association with one store process and its targets. Clones share one attachment. The
+/// The lasting association of one shard with one store process and its targets. Clones share one attachment. The
 /// attachment is closed when its last clone and its last [`ProxyStore`] are dropped.
 #[derive(Clone)]
 pub struct Attachment {
@@ -49,11 +49,12 @@ impl Attachment {
     /// wakes the thread that waits for it.
     ///
     /// # Errors
-    /// Fails if memory cannot be allocated, or if no store answered in time.
+    /// Fails if the seat is invalid, if memory cannot be allocated, or if no store answered in time.
     pub async fn connect(
         endpoint: StoreEndpoint,
         options: AttachmentOptions,
     ) -> Result<Attachment, ChannelError> {
+        options.seat.check()?;
         let memory = DpuMemory::new(options.memory)?;
         let engine: Arc<dyn DmaEngine> = match &options.engine {
             Some(engine) => Arc::clone(engine),

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use base::fault::Faults;
-use channel::{DmaEngine, MemoryOptions};
+use channel::{DmaEngine, MemoryOptions, SeatClaim};
 
 /// The address at which the store's process listens.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -48,6 +48,9 @@ pub struct AttachmentOptions {
     pub verify_every: u32,
     /// Settings that can be changed during the attachment.
     pub tuning: DmaTuning,
+    /// The seat at the store. Each shard of an osd opens its own attachment with its own seat, and
+    /// all of them have the same id of the osd's run. The default is the only seat of a new run.
+    pub seat: SeatClaim,
     /// Faults to inject in this process.
     pub faults: Faults,
 }
@@ -86,6 +89,7 @@ impl Default for AttachmentOptions {
             cool_down: Duration::from_secs(5),
             verify_every: 1,
             tuning: DmaTuning::default(),
+            seat: SeatClaim::sole(),
             faults: Faults::default(),
         }
     }

@@ -78,6 +78,7 @@ async fn open(
         nonce: base::entropy::random(),
         memory,
         outstanding: shared.options.outstanding as u32,
+        seat: shared.options.seat,
     };
     let (welcome, access, control) = channel::join(socket, &hello).await?;
     check_targets(shared, &welcome)?;
@@ -116,9 +117,10 @@ async fn open(
     }
     let driver = ChannelDriver::new(Arc::clone(&store_channel), control, bell);
     tracing::info!(
-        "incarnation {incarnation} of the store at {:?} began with attachment {}",
+        "incarnation {incarnation} of the store at {:?} began with attachment {} for {}",
         shared.endpoint,
-        welcome.attachment
+        welcome.attachment,
+        shared.options.seat
     );
     Ok((store_channel, driver, targets))
 }

@@ -308,7 +308,7 @@ fn child_process_that_closes_attachments() {
             node.attachment.close();
             futures::future::join_all(writes).await;
             assert!(faults.fired(Site::DmaTransfer) > 0, "the fault fired");
-            while node.server.status().connected || node.server.status().leftover_calls > 0 {
+            while node.server.status().seats > 0 || node.server.status().leftover_calls > 0 {
                 tokio::time::sleep(Duration::from_millis(1)).await;
             }
             node.attachment =

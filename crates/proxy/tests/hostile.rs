@@ -15,19 +15,20 @@ use channel::ring::{CELL, footprint};
 use channel::{
     Bell, ChannelEntry, ChannelHello, ChannelWelcome, ControlSocket, Doorbell, EntryHeader, EntryKind,
     HEADER_LEN, HostMemory, MemoryAccess, MemoryAnswer, MemoryFds, MemoryLayout, MemoryRequest, Reach,
-    Socket, TargetInfo, VERSION,
+    SeatClaim, Socket, TargetInfo, VERSION,
 };
 use common::{Node, Path, cid, make_collection, node, oid, options, pattern, transaction};
 use outboard_proxy::{Attachment, AttachmentOptions, StoreEndpoint};
 use rustix::fs::{MemfdFlags, SealFlags};
-use store::{ObjectStore, Op, StoreCalls, WriteSource};
+use store::{ObjectStore, Op, StoreCalls, StoreError, WriteSource};
 use tokio::net::{UnixListener, UnixStream};
 
 const LAYOUT: MemoryLayout = MemoryLayout { ring_len: 64 << 10, data_len: 1 << 20 };
 
 fn hello() -> ChannelHello {
     let memory = Some(MemoryRequest { layout: LAYOUT, reach: Reach::Descriptors });
-    ChannelHello { version_min: 1, version_max: VERSION, nonce: 5, memory, outstanding: 8 }
+    let seat = SeatClaim::sole();
+    ChannelHello { version_min: 1, version_max: VERSION, nonce: 5, memory, outstanding: 8, seat }
 }
 
 /// An osd that can write arbitrary bytes into host memory.
@@ -42,13 +43,18 @@ struct EvilOsd {
 
 impl EvilOsd {
     async fn join(node: &Node) -> EvilOsd {
+        EvilOsd::join_seat(node, SeatClaim::sole()).await
+    }
+
+    async fn join_seat(node: &Node, seat: SeatClaim) -> EvilOsd {
         let StoreEndpoint::Unix(path) = &node.endpoint else { panic!("the endpoint is not a UNIX socket") };
         let deadline = Instant::now() + Duration::from_secs(5);
         loop {
             let socket = Socket::Unix(UnixStream::connect(path).await.unwrap());
             // The server refuses this osd until the previous attachment has ended.
+            let hello = ChannelHello { seat, ..hello() };
             if let Ok((_, Some(MemoryAccess::Descriptors(descriptors)), control)) =
-                channel::join(socket, &hello()).await
+                channel::join(socket, &hello).await
             {
                 let MemoryFds { memory, host_doorbell, osd_doorbell } = descriptors;
                 let memory = Arena::from_peer(memory, LAYOUT.len()).unwrap();
@@ -150,7 +156,7 @@ fn varint(out: &mut Vec<u8>, mut v: u64) {
 /// Checks that the server still serves a correct osd.
 async fn still_serves(node: &Node) {
     let deadline = Instant::now() + Duration::from_secs(5);
-    while node.server.status().connected {
+    while node.server.status().seats > 0 {
         assert!(Instant::now() < deadline, "the attachment did not end");
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
@@ -170,7 +176,7 @@ async fn still_serves(node: &Node) {
 async fn vacant() -> Node {
     let node = node(Path::Dma).await;
     node.attachment.close();
-    while node.server.status().connected {
+    while node.server.status().seats > 0 {
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
     node
@@ -252,7 +258,7 @@ async fn an_invalid_ring_entry_ends_the_use_of_the_rings() {
         let frame = std::future::poll_fn(|cx| evil.control.poll_frame(cx));
         assert!(tokio::time::timeout(Duration::from_millis(50), frame).await.is_err(), "{what}");
         drop(evil);
-        while node.server.status().connected {
+        while node.server.status().seats > 0 {
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
     }
@@ -369,7 +375,8 @@ async fn held_back(control: &dyn Fn(u64) -> Vec<u8>) {
 async fn garbage_on_the_socket_ends_the_connection() {
     let node = vacant().await;
     let StoreEndpoint::Unix(path) = &node.endpoint else { panic!("the endpoint is not a UNIX socket") };
-    for garbage in [vec![0u8; 64], vec![0xff; 5000], EntryHeader::new(EntryKind::Hello, 0, 0).seal(&[9; 40])]
+    for garbage in
+        [vec![0u8; 64], vec![0xff; 5000], EntryHeader::new(EntryKind::Hello, 0, 0).seal(&[0xff; 40])]
     {
         let mut stream = UnixStream::connect(path).await.unwrap();
         tokio::io::AsyncWriteExt::write_all(&mut stream, &garbage).await.unwrap();
@@ -382,11 +389,89 @@ async fn garbage_on_the_socket_ends_the_connection() {
     let layout = MemoryLayout { ring_len: 1 << 40, data_len: 4096 };
     let huge = MemoryRequest { layout, reach: Reach::Descriptors };
     let huge = ChannelHello { memory: Some(huge), ..hello() };
-    for (hello, why) in [(old, "version"), (huge, "not possible")] {
+    let seat = |seat, seats| ChannelHello { seat: SeatClaim { osd: 7, seat, seats }, ..hello() };
+    let (none, beyond, many) = (seat(0, 0), seat(3, 3), seat(0, 65));
+    let lies = [
+        (old, "version"),
+        (huge, "not possible"),
+        (none, "seat 0 of 0 does not exist"),
+        (beyond, "seat 3 of 3 does not exist"),
+        (many, "an osd has 1 to 64 seats"),
+    ];
+    for (hello, why) in lies {
         let refused = channel::join(Socket::Unix(UnixStream::connect(path).await.unwrap()), &hello).await;
         let refused = refused.err().unwrap().to_string();
         assert!(refused.contains(why), "{refused}");
     }
+    still_serves(&node).await;
+}
+
+/// The store numbers stages consecutively, so a seat can guess the numbers of other seats' stages.
+#[tokio::test]
+async fn a_seat_cannot_use_a_stage_of_another_seat() {
+    let node = vacant().await;
+    let seat = |seat| SeatClaim { osd: 7, seat, seats: 2 };
+    let mut owner = EvilOsd::join_seat(&node, seat(0)).await;
+    let mut other = EvilOsd::join_seat(&node, seat(1)).await;
+    // `Stage` of 4096 bytes. The answer is `Ok`, then the second variant, then the stage's number.
+    owner.send(request(1), &[0, 0x80, 0x20], |_| ());
+    let reply = owner.reply().await;
+    assert_eq!(reply.control[..2], [0, 1]);
+    let [stage] = reply.control[2..] else { panic!("the number is above 127: {:?}", reply.control) };
+    // A `StageWrite` without data. It succeeds in the owner's attachment.
+    let stage_write = [1, stage, 0, 0, 0, 0];
+    owner.send(request(2), &stage_write, |_| ());
+    assert_eq!(owner.reply().await.control[..], [0, 0]);
+    // A transaction that creates the collection and writes the stage to an object.
+    let mut ops = vec![1, 0, 0, 0, b'c', 0, 2, 0, 0, 0, 19, 4, 1, 0, 0, 0, b'o'];
+    [0, u64::from(stage), 0, 4096].into_iter().for_each(|v| ops.extend(v.to_le_bytes()));
+    let mut transaction = transactions(&[(0, 0, 0)], &[ops.len() as u64]);
+    transaction.extend(ops);
+    // `StageStripes` with one fragment of 4096 bytes, and without checksums.
+    let stripes = [10, 1, 1, 0, stage, 1, 0x80, 0x20, 0, 1, 0, 0];
+    let calls: [(&[u8], &[u8]); 3] =
+        [(&stage_write, &[1]), (&transaction, &[0, 6, 1, 1, 1]), (&stripes, &[1])];
+    for (id, (call, start)) in calls.into_iter().enumerate() {
+        other.send(request(id as u64 + 1), call, |_| ());
+        let reply = other.reply().await;
+        assert_eq!(reply.control[..start.len()], *start, "{reply:?}");
+        let error: StoreError = postcard::from_bytes(&reply.control[start.len()..]).unwrap();
+        assert!(matches!(error, StoreError::NoSuchStage(n) if n == u64::from(stage)), "{error}");
+    }
+    // `StageRelease` is answered with `Done`, but does not release the stage of the other seat.
+    other.send(request(9), &[2, stage], |_| ());
+    assert_eq!(other.reply().await.control[..], [0, 0]);
+    assert_eq!(node.server.status().stages, 1);
+    let data = [7; 4096];
+    let checksum = Payload::compute(0, Bytes::copy_from_slice(&data)).checksums()[0].to_le_bytes();
+    let block = [&[1, stage, 0, 0, 4][..], &checksum, &[0]].concat();
+    owner.send(EntryHeader { data_len: 4096, ..request(3) }, &block, |bytes| bytes.extend(data));
+    assert_eq!(owner.reply().await.control[..], [0, 0]);
+    owner.send(request(4), &transaction, |_| ());
+    assert_eq!(owner.reply().await.control[..], [0, 6, 1, 1, 0], "the owner may write the stage");
+    drop(owner);
+    while node.server.status().stages > 0 {
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    assert_eq!((node.server.status().seats, node.server.status().violations), (1, 0));
+    drop(other);
+    still_serves(&node).await;
+}
+
+#[tokio::test]
+async fn a_violation_ends_only_the_attachment_of_its_seat() {
+    let node = vacant().await;
+    let seat = |seat| SeatClaim { osd: 7, seat, seats: 2 };
+    let mut good = EvilOsd::join_seat(&node, seat(0)).await;
+    let bad = EvilOsd::join_seat(&node, seat(1)).await;
+    bad.ring(7);
+    bad.hung_up_on().await;
+    assert_eq!((node.server.status().seats, node.server.status().violations), (1, 1));
+    // The query `Space`.
+    good.send(request(1), &[7], |_| ());
+    assert_eq!(good.reply().await.control[..2], [0, 5]);
+    drop(EvilOsd::join_seat(&node, seat(1)).await);
+    drop(good);
     still_serves(&node).await;
 }
 

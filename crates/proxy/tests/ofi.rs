@@ -198,7 +198,7 @@ async fn a_store_that_makes_offers_also_serves_engines_on_its_machine() {
     let (attachment, server, dir) = joined(offering(), options()).await;
     assert!(attachment.status().by_dma, "host memory through descriptors");
     drop(attachment);
-    while server.status().connected {
+    while server.status().seats > 0 {
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
     let endpoint = StoreEndpoint::Unix(dir.path().join("s"));
@@ -233,7 +233,7 @@ fn child_process_that_ends_attachments() {
             faults.arm(fault("dma.transfer=fail,after=5,count=1")).unwrap();
             load(&node, 2, recovered(1)).await;
             node.attachment.close();
-            while node.server.status().connected || node.server.status().leftover_calls > 0 {
+            while node.server.status().seats > 0 || node.server.status().leftover_calls > 0 {
                 tokio::time::sleep(Duration::from_millis(1)).await;
             }
             let options = by_ofi(patient(&faults));

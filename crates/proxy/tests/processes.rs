@@ -243,7 +243,7 @@ fn the_resources_of_a_killed_osd_are_freed() {
             assert_ne!(held(), before, "host memory exists during the attachment");
             std::thread::sleep(Duration::from_millis(20));
             osd.kill();
-            until("the attachment did not end", || !server.status().connected).await;
+            until("the attachment did not end", || server.status().seats == 0).await;
             until("stages or calls are left over", || {
                 server.status().stages + server.status().leftover_calls == 0
             })

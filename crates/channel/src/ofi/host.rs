@@ -24,7 +24,7 @@ use super::line::{self, EngineEndpoint};
 use super::port::{EngineDomain, query};
 use super::{OfiOffer, QUEUES};
 use crate::dma::{OnDrop, URGENT};
-use crate::{ChannelError, Doorbell, Result};
+use crate::{ChannelError, Doorbell, MAX_SEATS, Result};
 use base::spinner::Spinner;
 
 /// Delay before a retry when the provider's queue is full.
@@ -56,7 +56,7 @@ impl OfiHostOptions {
         OfiHostOptions {
             provider: provider.to_owned(),
             address,
-            attachments: 4,
+            attachments: MAX_SEATS.into(),
             spin: Duration::from_micros(10),
             faults: Faults::default(),
         }

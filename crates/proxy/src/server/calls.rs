@@ -15,6 +15,7 @@ use store::{
     Transaction, WriteSource,
 };
 
+use super::stages::OwnStages;
 use super::transactions::FinishedTransaction;
 use crate::messages::{
     CallAnswer, CallOutcome, ParityFrom, PayloadPlace, StoreCall, TransactionParts, decode, pack_checksums,
@@ -71,6 +72,20 @@ impl ReceivedCall {
     pub(super) fn done(self, outcome: CallOutcome) -> FinishedCall {
         let ReceivedCall { header, came, via, .. } = self;
         FinishedCall { header, came, via, outcome, data: Vec::new(), is_first: false }
+    }
+
+    /// Length of the request's frame and of the range with its payload, in bytes.
+    pub(super) fn cost(&self) -> usize {
+        let range = match &self.call {
+            Ok((
+                StoreCall::StageWrite { place: PayloadPlace::Range { len, .. }, .. }
+                | StoreCall::Transactions { place: PayloadPlace::Range { len, .. }, .. }
+                | StoreCall::StageStripes { place: PayloadPlace::Range { len, .. }, .. },
+                ..,
+            )) => usize::try_from(*len).unwrap_or(usize::MAX),
+            _ => 0,
+        };
+        self.size.saturating_add(range)
     }
 
     /// Whether the host must verify the payload's checksums.
@@ -168,17 +183,19 @@ type Returned = Result<(CallAnswer, Vec<Bytes>)>;
 type Calling = Pin<Box<dyn Future<Output = Returned>>>;
 
 /// Starts the call. Its position in the store's order is fixed when this function returns. `lease`
-/// is the attachment's data region. The call completes only after the store has released the host
+/// is the attachment's data region, and `stages` are its stages. The call completes only after the store has released the host
 /// memory of the request, because the osd may then reuse that memory.
 pub(super) fn make(
     store: &Arc<dyn ObjectStore>,
+    stages: &OwnStages,
     lease: Option<&Lease>,
     request: ReceivedCall,
 ) -> RunningCall {
     let verifies = request.verifies();
     let ReceivedCall { header, came, via, call, .. } = request;
+    let is_own = |stage| stages.check(header.target, stage);
     let calling: Result<(Calling, Option<Released>)> =
-        call.and_then(|(call, _, data)| start(store, lease, verifies, call, data));
+        call.and_then(|(call, _, data)| start(store, is_own, lease, verifies, call, data));
     Box::pin(async move {
         let returned = match calling {
             Ok((calling, released)) => {
@@ -199,9 +216,10 @@ pub(super) fn make(
 }
 
 /// Starts a call. Payload in host memory was verified before, so `verifies` concerns only payload
-/// inside the request.
+/// inside the request. `is_own` checks that a stage belongs to the attachment.
 fn start(
     store: &Arc<dyn ObjectStore>,
+    is_own: impl FnOnce(StageId) -> Result<()>,
     lease: Option<&Lease>,
     verifies: bool,
     call: StoreCall,
@@ -216,6 +234,7 @@ fn start(
             if verifies && place == PayloadPlace::Inline {
                 payload.verify().map_err(bad_payload)?;
             }
+            is_own(StageId(stage))?;
             let writing = store.stage_write(StageId(stage), offset, payload);
             Ok((Box::pin(async move { writing.await.map(|()| (CallAnswer::Done, Vec::new())) }), released))
         }

@@ -8,7 +8,6 @@ use std::sync::atomic::Ordering;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
-use base::collections::HashSet;
 use base::fault::{Action, Faults, Site};
 use base::mem::OutsideAccess;
 use bytes::Bytes;
@@ -24,15 +23,20 @@ use store::{StageId, StoreCalls, StoreError};
 
 use super::calls::{Finished, FinishedCall, ReceivedCall, RunningCall, Via, make};
 use super::offers::OfiHostSource;
+use super::stages::OwnStages;
 use super::transactions::{JointRequests, ReceivedTransaction};
-use super::{Counts, ServedTarget, stripes, transactions};
+use super::{Counts, ServedTarget, ServerOptions, stripes, transactions};
 use crate::admission::Admission;
 use crate::messages::{CallAnswer, CallOutcome, MAX_PARTS, NO_REPLY, StoreCall, encode, shorten};
 use crate::poller::Poller;
 use crate::store_channel::MAX_JOBS;
 
-/// Maximum number of control-socket frames that one turn takes.
-const FRAMES_PER_TURN: usize = 64;
+/// Maximum number of calls that an attachment takes on each path before it lets the other tasks of
+/// the thread run, such as other attachments.
+const CALLS_PER_SLICE: usize = 64;
+/// Length of calls and their payload in host memory after which an attachment lets the other tasks
+/// of the thread run, in bytes. The thread verifies the payload, so its time grows with this length.
+const BYTES_PER_SLICE: usize = 4 << 20;
 /// Maximum number of concurrent calls of one attachment, over ring and control socket together. Each
 /// transaction of a request counts. A correct osd stays below this limit.
 const MAX_CALLS: usize = MAX_PARTS * MAX_JOBS;
@@ -366,6 +370,52 @@ impl Admitted {
     }
 }
 
+/// The calls that an attachment may still take on one path before it lets other tasks run.
+#[derive(Clone, Copy)]
+struct Allowance {
+    calls: usize,
+    bytes: usize,
+}
+
+impl Default for Allowance {
+    fn default() -> Allowance {
+        Allowance { calls: CALLS_PER_SLICE, bytes: BYTES_PER_SLICE }
+    }
+}
+
+impl Allowance {
+    /// Counts a call with a total length of `bytes`. The length may exceed what is left.
+    fn spend(&mut self, bytes: usize) {
+        assert!(!self.is_spent(), "the attachment takes no call without an allowance");
+        self.calls -= 1;
+        self.bytes = self.bytes.saturating_sub(bytes);
+    }
+
+    fn is_spent(&self) -> bool {
+        self.calls == 0 || self.bytes == 0
+    }
+}
+
+/// The allowances of the ring and of the control socket. They are separate, so that neither path
+/// delays the other.
+#[derive(Clone, Copy, Default)]
+struct Allowances {
+    ring: Allowance,
+    socket: Allowance,
+}
+
+/// Why an attachment has stopped working for now.
+#[derive(Debug, PartialEq, Eq)]
+enum SliceEnd {
+    /// Nothing is left to do.
+    Idle {
+        /// Whether the attachment has done anything.
+        progress: bool,
+    },
+    /// An allowance is spent, so more work may be left.
+    Spent,
+}
+
 /// The store's side of one attachment. It executes the osd's calls on each target in the order that
 /// [`Admission`] determines.
 pub(super) struct HostAttachment {
@@ -376,9 +426,11 @@ pub(super) struct HostAttachment {
     admissions: Vec<Admission<Admitted>>,
     /// Total length of the calls in `admissions` that are held back, in bytes.
     held_bytes: usize,
+    /// What the attachment may still take in this slice of the thread's time.
+    allowances: Allowances,
     running: FuturesUnordered<RunningCall>,
     joint: JointRequests,
-    stages: HashSet<(u16, StageId)>,
+    stages: OwnStages,
     counts: Arc<Counts>,
     faults: Faults,
     poll: Duration,
@@ -392,11 +444,9 @@ impl HostAttachment {
         rings: Option<Rings>,
         control: ControlSocket,
         counts: Arc<Counts>,
-        faults: Faults,
-        poll: Duration,
+        options: &ServerOptions,
     ) -> HostAttachment {
         let admissions = targets.iter().map(|_| Admission::default()).collect();
-        let (running, stages) = (FuturesUnordered::new(), HashSet::default());
         HostAttachment {
             targets,
             engines,
@@ -404,55 +454,72 @@ impl HostAttachment {
             control,
             admissions,
             held_bytes: 0,
-            running,
+            allowances: Allowances::default(),
+            running: FuturesUnordered::new(),
             joint: JointRequests::default(),
-            stages,
+            stages: OwnStages::new(Arc::clone(&counts)),
             counts,
-            faults,
-            poll,
+            faults: options.faults.clone(),
+            poll: options.poll,
             poller: Poller::default(),
         }
     }
 
     /// Serves until the osd disconnects, breaks the protocol, or `stop` is ready. Then it frees the
-    /// attachment's stages and calls `on_end`, after which the next attachment may begin. Finally
-    /// it waits for running calls of the stores, because they may still use host memory.
-    pub(super) async fn run(mut self, stop: impl Future<Output = ()>, on_end: impl FnOnce()) {
-        let mut stop = std::pin::pin!(stop);
-        let why = poll_fn(|cx| {
-            if stop.as_mut().poll(cx).is_ready() {
-                return Poll::Ready(None);
-            }
-            match self.turns(cx) {
-                Ok(progress) => {
-                    self.poller.after_turn(progress, self.poll, cx);
-                    Poll::Pending
-                }
-                Err(e) => Poll::Ready(Some(e)),
-            }
-        })
-        .await;
-        match why {
-            Some(ChannelError::Socket(e)) => tracing::info!("the osd has disconnected: {e}"),
+    /// attachment's stages and calls `on_end`, after which the next attachment of the seat may begin.
+    /// Finally it waits for running calls of the stores, because they may still use host memory.
+    /// `name` names the attachment in the log.
+    pub(super) async fn run(mut self, name: &str, stop: impl Future<Output = ()>, on_end: impl FnOnce()) {
+        match self.serve(stop).await {
+            Some(ChannelError::Socket(e)) => tracing::info!("{name}: the osd has disconnected: {e}"),
             Some(e) => {
                 self.counts.violations.fetch_add(1, Ordering::Relaxed);
-                tracing::error!("the attachment was ended: {e}");
+                tracing::error!("{name} was ended: {e}");
             }
             None => {}
         }
-        self.wind_up(on_end).await;
+        self.wind_up(name, on_end).await;
     }
 
-    async fn wind_up(mut self, on_end: impl FnOnce()) {
+    /// Serves until the attachment ends. Returns the error that ended it, or `None` if `stop` is
+    /// ready.
+    async fn serve(&mut self, stop: impl Future<Output = ()>) -> Option<ChannelError> {
+        let mut stop = std::pin::pin!(stop);
+        let mut worked = false;
+        loop {
+            let end = poll_fn(|cx| {
+                if stop.as_mut().poll(cx).is_ready() {
+                    return Poll::Ready(Err(None));
+                }
+                match self.slice(cx) {
+                    Ok(SliceEnd::Idle { progress }) => {
+                        self.poller.after_turn(progress || worked, self.poll, cx);
+                        worked = false;
+                        Poll::Pending
+                    }
+                    Ok(SliceEnd::Spent) => Poll::Ready(Ok(())),
+                    Err(e) => Poll::Ready(Err(Some(e))),
+                }
+            });
+            match end.await {
+                // Unlike a wake-up of this task, a yield also lets the thread look for new events
+                // of other attachments.
+                Ok(()) => tokio::task::yield_now().await,
+                Err(why) => return why,
+            }
+            worked = true;
+        }
+    }
+
+    async fn wind_up(mut self, name: &str, on_end: impl FnOnce()) {
         if let Some(rings) = &mut self.rings
             && let Err(e) = rings.reached.revoke()
         {
-            tracing::error!("the osd's connections to host memory may still be open: {e}");
+            tracing::error!("{name}: the osd's connections to host memory may still be open: {e}");
         }
-        for (target, stage) in self.stages.drain() {
+        for (target, stage) in self.stages.take_all() {
             self.targets[usize::from(target)].store.stage_release(stage);
         }
-        self.counts.stages.store(0, Ordering::Relaxed);
         self.counts.leftover_calls.fetch_add(self.running.len(), Ordering::Relaxed);
         on_end();
         // Drop the socket now, so that the osd can open the next attachment without waiting for the
@@ -466,12 +533,13 @@ impl HostAttachment {
         }
     }
 
-    /// Runs turns until nothing is left to do. Returns whether anything was done.
-    fn turns(&mut self, cx: &mut Context<'_>) -> channel::Result<bool> {
-        let mut any = false;
+    /// Runs turns until nothing is left to do, or until an allowance is spent.
+    fn slice(&mut self, cx: &mut Context<'_>) -> channel::Result<SliceEnd> {
+        self.allowances = Allowances::default();
+        let mut progress = false;
         loop {
             while self.turn(cx)? {
-                any = true;
+                progress = true;
             }
             if let Some(rings) = &mut self.rings {
                 rings.announce()?;
@@ -480,9 +548,12 @@ impl HostAttachment {
             if let Poll::Ready(result) = self.control.poll_flush(cx) {
                 result?;
             }
+            if self.allowances.ring.is_spent() || self.allowances.socket.is_spent() {
+                return Ok(SliceEnd::Spent);
+            }
             // No event will announce frames that are still in the socket, so continue with them.
             if !was_behind || self.is_behind() {
-                return Ok(any);
+                return Ok(SliceEnd::Idle { progress });
             }
         }
     }
@@ -517,11 +588,14 @@ impl HostAttachment {
 
     fn take_entries(&mut self, cx: &mut Context<'_>) -> channel::Result<bool> {
         let Some(rings) = &mut self.rings else { return Ok(false) };
-        let progress = rings.hear(cx)?;
-        loop {
+        let mut progress = rings.hear(cx)?;
+        while !self.allowances.ring.is_spent() {
             match self.rings.as_mut().map_or(Ok(RingRead::Nothing), Rings::take)? {
-                RingRead::Entry(frame) => self.admit(cx, frame, Via::Ring)?,
-                RingRead::Nothing => return Ok(progress),
+                RingRead::Entry(frame) => {
+                    self.admit(cx, frame, Via::Ring)?;
+                    progress = true;
+                }
+                RingRead::Nothing => break,
                 RingRead::Damage(e) => {
                     tracing::warn!("an entry in the inbound ring is invalid, and the osd is informed: {e}");
                     let notice = encode(&CallOutcome::Ok(CallAnswer::Damaged));
@@ -529,19 +603,22 @@ impl HostAttachment {
                 }
             }
         }
+        Ok(progress)
     }
 
     fn take_frames(&mut self, cx: &mut Context<'_>) -> channel::Result<bool> {
         let mut progress = false;
-        for _ in 0..FRAMES_PER_TURN {
-            if self.is_behind() {
-                break;
-            }
+        while !self.allowances.socket.is_spent() && !self.is_behind() {
             let Poll::Ready(frame) = self.control.poll_frame(cx) else { break };
             self.admit(cx, frame?, Via::Socket)?;
             progress = true;
         }
         Ok(progress)
+    }
+
+    /// Number of calls that the attachment has taken and not answered.
+    fn calls(&self) -> usize {
+        self.running.len() + self.admissions.iter().map(Admission::held).sum::<usize>()
     }
 
     fn admit(&mut self, cx: &mut Context<'_>, frame: ChannelEntry, via: Via) -> channel::Result<()> {
@@ -553,14 +630,17 @@ impl HostAttachment {
                 header.kind
             )));
         }
-        let held: usize = self.admissions.iter().map(Admission::held).sum();
-        if self.running.len() + held >= MAX_CALLS {
+        if self.calls() >= MAX_CALLS {
             return Err(ChannelError::Protocol(format!("it sent more than {MAX_CALLS} calls at a time")));
         }
         // Injects a fault. The only possible fault here kills the process, so there is no result to
         // handle.
         let _ = self.faults.hit(Site::StoreCall);
         let mut request = ReceivedCall::decode(header, via, &control, data);
+        match via {
+            Via::Ring => self.allowances.ring.spend(request.cost()),
+            Via::Socket => self.allowances.socket.spend(request.cost()),
+        }
         if let Ok((StoreCall::Channel(call), _, payload)) = &request.call {
             return self.channel_call(cx, header, *call, payload);
         }
@@ -604,7 +684,8 @@ impl HostAttachment {
                 match call {
                     Admitted::Call(request) => self.make(request),
                     Admitted::Transaction(transaction) => {
-                        self.running.push(transaction.start(&self.targets[usize::from(target)].store));
+                        let store = &self.targets[usize::from(target)].store;
+                        self.running.push(transaction.start(store, &self.stages));
                     }
                 }
             }),
@@ -622,32 +703,36 @@ impl HostAttachment {
 
     fn make(&mut self, request: ReceivedCall) {
         let target = request.header.target;
-        if let Ok((StoreCall::StageRelease { stage }, ..)) = &request.call {
-            self.stages.remove(&(target, StageId(*stage)));
-            self.counts.stages.store(self.stages.len(), Ordering::Relaxed);
-        }
         let lease = self.rings.as_ref().map(|rings| &rings.memory.data);
         match &request.call {
+            Ok((StoreCall::StageRelease { stage }, ..)) if !self.stages.remove(target, StageId(*stage)) => {
+                // The release of a stage that the attachment does not have changes nothing.
+                let done = Finished::Call(request.done(Ok(CallAnswer::Done)));
+                self.running.push(Box::pin(std::future::ready(done)));
+            }
             Ok((StoreCall::StageStripes { .. }, ..)) => {
-                self.running.extend(stripes::make(&self.targets, &self.engines, lease, request));
+                let calls = stripes::make(&self.targets, &self.stages, &self.engines, lease, request);
+                self.running.extend(calls);
             }
             Ok((StoreCall::HostReading, ..)) => {
                 let outcome = self.engines.host_reading().map(CallAnswer::HostReading);
                 let done = Finished::Call(request.done(outcome));
                 self.running.push(Box::pin(std::future::ready(done)));
             }
-            _ => self.running.push(make(&self.targets[usize::from(target)].store, lease, request)),
+            _ => {
+                let store = &self.targets[usize::from(target)].store;
+                self.running.push(make(store, &self.stages, lease, request));
+            }
         }
     }
 
     fn reply(&mut self, done: FinishedCall) {
         let FinishedCall { header: request, came, via, outcome, mut data, is_first } = done;
+        if let Ok(CallAnswer::Stage(id)) = &outcome {
+            self.stages.insert(request.target, StageId(*id));
+        }
         if request.id == NO_REPLY {
             return;
-        }
-        if let Ok(CallAnswer::Stage(id)) = &outcome {
-            self.stages.insert((request.target, StageId(*id)));
-            self.counts.stages.store(self.stages.len(), Ordering::Relaxed);
         }
         let elapsed_us = u32::try_from(came.elapsed().as_micros()).unwrap_or(u32::MAX);
         let header =
@@ -680,7 +765,8 @@ impl HostAttachment {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use channel::{MemoryFds, MemoryLayout, Socket};
+    use crate::messages::PayloadPlace;
+    use channel::{ChannelHello, ChannelWelcome, MemoryFds, MemoryLayout, SeatClaim, Socket};
     use std::future::poll_fn;
 
     /// Host memory with descriptors, and the descriptors for the osd's engine.
@@ -691,6 +777,95 @@ mod tests {
             panic!("a UNIX socket carries descriptors")
         };
         (ours, theirs)
+    }
+
+    /// The ends of a control socket: the store's end and the osd's end.
+    async fn control_socket() -> (ControlSocket, ControlSocket) {
+        let (near, far) = tokio::net::UnixStream::pair().unwrap();
+        let (version, seat) = (channel::VERSION, SeatClaim::sole());
+        let hello = ChannelHello {
+            version_min: version,
+            version_max: version,
+            nonce: 1,
+            memory: None,
+            outstanding: 1,
+            seat,
+        };
+        let store = channel::accept(Socket::Unix(near), |hello, _| {
+            let (nonce, memory, targets) = (hello.nonce, MemoryAnswer::None(None), Vec::new());
+            Ok((ChannelWelcome { version, nonce, attachment: 1, memory, targets }, None, ()))
+        });
+        let (near, far) = tokio::join!(store, channel::join(Socket::Unix(far), &hello));
+        (near.ok().unwrap().2, far.ok().unwrap().2)
+    }
+
+    /// An attachment with 1 MiB of data region, whose osd may send many requests at a time. Also
+    /// returns the descriptors for the osd's engine, and the osd's end of the control socket.
+    async fn attachment() -> (HostAttachment, MemoryFds, ControlSocket) {
+        let memory = HostMemory::new(MemoryLayout { ring_len: 64 << 10, data_len: 1 << 20 }).unwrap();
+        let (ours, theirs) = shared(&memory);
+        let rings = Rings::new(memory, ours, usize::MAX, Faults::default());
+        let (near, far) = control_socket().await;
+        let store = Arc::new(store::MemStore::new());
+        let targets = Arc::from([ServedTarget { uuid: uuid::Uuid::from_u128(1), store }]);
+        let engines = Arc::new(Engines::start(Default::default(), None).unwrap());
+        let options = ServerOptions::default();
+        let counts = Arc::<Counts>::default();
+        (HostAttachment::new(targets, engines, Some(rings), near, counts, &options), theirs, far)
+    }
+
+    /// Puts entries with this call into the inbound ring, and rings the host's doorbell.
+    fn send(attachment: &HostAttachment, osd: &MemoryFds, header: EntryHeader, call: &[u8], count: usize) {
+        let memory = &attachment.rings.as_ref().unwrap().memory;
+        let mut head = 0;
+        for _ in 0..count {
+            let sealed = EntryHeader { position: head, ..header }.seal(call);
+            memory.layout.inbound().write(&memory.arena, head, &[&sealed]);
+            head += ring::footprint(sealed.len()) as u64;
+        }
+        Doorbell::ring(osd.host_doorbell.as_fd(), head).unwrap();
+    }
+
+    /// Runs slices until the attachment is idle. Returns how many calls each slice has taken.
+    async fn slices(attachment: &mut HostAttachment) -> Vec<usize> {
+        let mut taken = Vec::new();
+        loop {
+            let before = attachment.calls();
+            let end = poll_fn(|cx| match attachment.slice(cx).unwrap() {
+                SliceEnd::Idle { progress: false } => Poll::Pending,
+                end => Poll::Ready(end),
+            });
+            let end = end.await;
+            taken.push(attachment.calls() - before);
+            if end != SliceEnd::Spent {
+                return taken;
+            }
+        }
+    }
+
+    #[tokio::test]
+    async fn an_attachment_with_many_calls_lets_other_tasks_run() {
+        let (mut attachment, osd, mut control) = attachment().await;
+        // These calls wait for a transaction that never arrives.
+        let header = EntryHeader { after: 5, reply_max: 64, ..EntryHeader::new(EntryKind::Request, 0, 1) };
+        send(&attachment, &osd, header, &encode(&StoreCall::Space), 150);
+        assert_eq!(slices(&mut attachment).await, [64, 64, 22]);
+        for _ in 0..100 {
+            control.push(header, &encode(&StoreCall::Space), []);
+        }
+        poll_fn(|cx| control.poll_flush(cx)).await.unwrap();
+        assert_eq!(slices(&mut attachment).await, [64, 36]);
+    }
+
+    #[tokio::test]
+    async fn an_attachment_with_long_calls_lets_other_tasks_run() {
+        let (mut attachment, osd, _control) = attachment().await;
+        let header = EntryHeader { after: 5, reply_max: 64, ..EntryHeader::new(EntryKind::Request, 0, 1) };
+        let place = PayloadPlace::Range { offset: 128 << 10, len: 1 << 20 };
+        let (checksums, stage) = (Bytes::new(), 1);
+        let write = StoreCall::StageWrite { stage, offset: 0, block_offset: 0, checksums, place };
+        send(&attachment, &osd, header, &encode(&write), 10);
+        assert_eq!(slices(&mut attachment).await, [4, 4, 2]);
     }
 
     #[tokio::test]

@@ -1,13 +1,17 @@
-//! The store's side: takes calls from the osd's attachment and executes them on the real stores.
+//! The store's side: takes calls from the osd's attachments and executes them on the real stores.
 //!
-//! One thread, `chan-0`, serves an attachment. In one loop, it handles the doorbell, the control
-//! socket and the stores' answers. At the end of a turn, it rings the osd's doorbell once for all
-//! replies. The same thread may also run the stores' drivers between two turns.
+//! Each shard of the osd has one attachment, for which it holds a seat ([`Seats`]). One thread,
+//! `chan-0`, serves all attachments, each in a task of its own. A task handles the doorbell, the
+//! control socket and the stores' answers. At the end of a slice of work, it rings the osd's doorbell
+//! once for all replies. The same thread may also run the stores' drivers. Nothing orders the calls of
+//! different attachments.
 
 mod calls;
 mod channel_calls;
 mod host_attachment;
 mod offers;
+mod seats;
+mod stages;
 mod stripes;
 mod transactions;
 
@@ -30,8 +34,8 @@ use base::watch;
 use base::work::booked;
 use channel::ofi::OfiHostOptions;
 use channel::{
-    Carrier, ChannelError, ChannelHello, ChannelWelcome, HostMemory, MemoryAccess, MemoryAnswer,
-    MemoryRequest, Reach, Socket, TargetInfo, VERSION,
+    Carrier, ChannelError, ChannelHello, ChannelWelcome, HostMemory, MemoryAccess, MemoryAnswer, Reach,
+    Socket, TargetInfo, VERSION,
 };
 use store::stripes::{EngineOptions, Engines};
 use store::{Driver, ObjectStore};
@@ -43,6 +47,7 @@ use uuid::Uuid;
 
 use host_attachment::{HostAttachment, Reached, Rings};
 use offers::OfiHostSource;
+use seats::{SeatHeld, SeatLimits, Seats};
 
 /// Maximum number of connected peers that have not sent a hello.
 const HELLOS: usize = 32;
@@ -90,9 +95,9 @@ impl StoreListener {
 /// Options of a server.
 #[derive(Debug, Clone)]
 pub struct ServerOptions {
-    /// Maximum host memory of an attachment, in bytes.
+    /// Maximum host memory of all attachments together, in bytes.
     pub max_memory: usize,
-    /// Maximum number of an osd's unanswered requests on the ring.
+    /// Maximum number of unanswered requests on the rings of all attachments together.
     pub max_outstanding: usize,
     /// Options for host memory over libfabric, for osds on another machine or on a DPU. `None`
     /// disables libfabric. The device is opened when the first osd asks for memory over libfabric.
@@ -121,11 +126,11 @@ impl Default for ServerOptions {
 /// The state of a server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ServerStatus {
-    /// Whether an osd is connected.
-    pub connected: bool,
-    /// Number of attachments opened so far.
+    /// Number of held seats: of attachments that are open or being opened.
+    pub seats: usize,
+    /// Number of seats granted so far, which is the number of the last attachment.
     pub attachments: u64,
-    /// Number of stages in the current attachment.
+    /// Number of stages of all current attachments.
     pub stages: usize,
     /// Number of calls of ended attachments that the stores have not answered yet.
     pub leftover_calls: usize,
@@ -135,7 +140,7 @@ pub struct ServerStatus {
 
 #[derive(Default)]
 struct Counts {
-    connected: AtomicUsize,
+    seats: AtomicUsize,
     attachments: AtomicU64,
     stages: AtomicUsize,
     leftover_calls: AtomicUsize,
@@ -146,8 +151,7 @@ struct Counts {
 struct ServerControls {
     counts: Arc<Counts>,
     stop: watch::Sender<bool>,
-    /// The served targets. A change ends the attachment, and the next attachment gets the new
-    /// targets.
+    /// The served targets. A change ends all attachments, and later attachments get the new targets.
     targets: watch::Sender<Arc<[ServedTarget]>>,
 }
 
@@ -184,7 +188,7 @@ impl ServerControls {
 
     fn status(&self) -> ServerStatus {
         ServerStatus {
-            connected: self.counts.connected.load(Ordering::Relaxed) > 0,
+            seats: self.counts.seats.load(Ordering::Relaxed),
             attachments: self.counts.attachments.load(Ordering::Relaxed),
             stages: self.counts.stages.load(Ordering::Relaxed),
             leftover_calls: self.counts.leftover_calls.load(Ordering::Relaxed),
@@ -193,8 +197,8 @@ impl ServerControls {
     }
 }
 
-/// Serves stores to one osd at a time, on a thread of its own. Dropping the server ends its
-/// attachment.
+/// Serves stores to the shards of one osd at a time, on a thread of its own. Dropping the server ends
+/// all attachments.
 pub struct Server {
     controls: ServerControls,
     drivers: UnboundedSender<Driver>,
@@ -261,8 +265,8 @@ impl Server {
     }
 
     /// Serves a new store under the UUID of a target that was remounted. Runs the store's driver as
-    /// [`serve_and_drive`](Self::serve_and_drive) does. Ends the attachment, so that the osd learns
-    /// of the change. Calls of the old attachment never reach the new store.
+    /// [`serve_and_drive`](Self::serve_and_drive) does. Ends all attachments, so that the osd learns
+    /// of the change. Calls of the old attachments never reach the new store.
     pub fn replace(&self, uuid: Uuid, store: Arc<dyn ObjectStore>, driver: Option<Driver>) {
         if let Some(driver) = driver {
             // Sending fails only if the thread has panicked.
@@ -277,7 +281,7 @@ impl Server {
         self.controls.status()
     }
 
-    /// Ends the attachment and stops serving. The stores stay mounted.
+    /// Ends all attachments and stops serving. The stores stay mounted.
     pub fn stop(&self) {
         self.controls.stop.send_replace(true);
         // No message is ever sent. `recv` returns when no task serves any more.
@@ -293,12 +297,12 @@ impl Drop for Server {
 
 /// A server whose tasks run in the caller's `LocalSet`. Simulations and programs with their own
 /// event loop use it. The caller runs the drivers of the stores in the same `LocalSet`, with
-/// [`base::task::spawn_local`]. Dropping the value ends the attachment.
+/// [`base::task::spawn_local`]. Dropping the value ends all attachments.
 pub struct LocalServer(ServerControls);
 
 impl LocalServer {
     /// Creates a server, and the future that serves `targets`. The future must be polled in a
-    /// `LocalSet`. It completes when the server was stopped and its attachment has ended.
+    /// `LocalSet`. It completes when the server was stopped and its attachments have ended.
     ///
     /// # Errors
     /// Fails if the listener cannot be polled, or the engines that compute parity cannot be started.
@@ -312,8 +316,8 @@ impl LocalServer {
         Ok((LocalServer(controls), serving.run(listener)))
     }
 
-    /// Serves a new store under the UUID of a target that was remounted. Ends the attachment, so
-    /// that the osd learns of the change. Calls of the old attachment never reach the new store.
+    /// Serves a new store under the UUID of a target that was remounted. Ends all attachments, so
+    /// that the osd learns of the change. Calls of the old attachments never reach the new store.
     pub fn replace(&self, uuid: Uuid, store: &Arc<dyn ObjectStore>) {
         self.0.replace(uuid, store);
     }
@@ -324,7 +328,7 @@ impl LocalServer {
         self.0.status()
     }
 
-    /// Ends the attachment and stops serving. The stores stay mounted.
+    /// Ends all attachments and stops serving. The stores stay mounted.
     pub fn stop(&self) {
         self.0.stop.send_replace(true);
     }
@@ -393,9 +397,9 @@ struct ServingContext {
     stopped: watch::Receiver<bool>,
 }
 
-/// The slots of peers that have not sent a hello. Few slots suffice, because the server serves one
-/// osd at a time. When a new peer needs a slot and none is free, a silent peer loses its slot,
-/// preferably a peer of an address that holds more than its fair share of slots.
+/// The slots of peers that have not sent a hello. Few slots suffice, because an osd sends the hello
+/// as soon as it has connected. When a new peer needs a slot and none is free, a silent peer loses
+/// its slot, preferably a peer of an address that holds more than its fair share of slots.
 struct Hellos {
     budget: RefCell<Budget<u64>>,
     /// Notifies each peer when it has lost its slot.
@@ -456,32 +460,31 @@ impl Drop for HelloPlace {
     }
 }
 
-/// Whether an osd is attached. A server has at most one attachment.
-#[derive(Default)]
-struct Taken {
-    taken: Cell<bool>,
-    freed: Notify,
-}
-
-/// The right to be the server's only attachment. Dropping it makes the server accept another osd.
-struct Seat {
-    taken: Rc<Taken>,
+/// The seat of an attachment, which the server's status counts. Dropping it frees the seat.
+struct AttachedSeat {
+    held: SeatHeld,
     counts: Arc<Counts>,
     _serves: mpsc::Sender<Infallible>,
 }
 
-impl Drop for Seat {
+impl AttachedSeat {
+    fn new(held: SeatHeld, counts: &Arc<Counts>, serves: mpsc::Sender<Infallible>) -> AttachedSeat {
+        counts.seats.fetch_add(1, Ordering::Relaxed);
+        AttachedSeat { held, counts: Arc::clone(counts), _serves: serves }
+    }
+}
+
+impl Drop for AttachedSeat {
     fn drop(&mut self) {
-        self.taken.taken.set(false);
-        self.taken.freed.notify_one();
-        self.counts.connected.store(0, Ordering::Relaxed);
+        self.counts.seats.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
 impl ServingContext {
-    /// Serves osds until the server is stopped and its attachment has ended.
+    /// Serves osds until the server is stopped and all attachments have ended.
     async fn run(self, listener: AsyncListener) {
-        let taken = Rc::new(Taken::default());
+        let (memory, outstanding) = (self.options.max_memory, self.options.max_outstanding);
+        let seats = Seats::new(SeatLimits { memory, outstanding });
         let offers = Rc::new(OfiHostSource::new(self.options.ofi.clone(), &self.options.faults));
         let hellos = Rc::new(Hellos::default());
         let mut stopped = self.stopped.clone();
@@ -494,7 +497,7 @@ impl ServingContext {
             match socket {
                 Ok((socket, peer)) => {
                     let Some(place) = hellos.admit(peer) else { continue };
-                    self.open(socket, place, &taken, &offers);
+                    self.open(socket, place, &seats, &offers);
                     // A dropped peer frees its descriptor before the next peer takes another.
                     tokio::task::yield_now().await;
                 }
@@ -506,32 +509,26 @@ impl ServingContext {
             }
         }
         drop((self, listener));
-        while taken.taken.get() {
-            taken.freed.notified().await;
-        }
+        seats.all_free().await;
     }
 
     /// Performs the handshake and serves the peer, in its own task, so that a silent peer does not
     /// delay others.
-    fn open(&self, socket: Socket, place: HelloPlace, taken: &Rc<Taken>, offers: &Rc<OfiHostSource>) {
+    fn open(&self, socket: Socket, place: HelloPlace, seats: &Rc<Seats>, offers: &Rc<OfiHostSource>) {
         let mut offered = self.targets.clone();
         let mut stopped = self.stopped.clone();
         let targets = Arc::clone(&offered.borrow_and_update());
         let (options, counts) = (self.options.clone(), Arc::clone(&self.counts));
-        let (faults, poll) = (options.faults.clone(), options.poll);
         let engines = Arc::clone(&self.engines);
-        let (taken, offers, serves) = (Rc::clone(taken), Rc::clone(offers), self.serves.clone());
+        let (seats, offers, serves) = (Rc::clone(seats), Rc::clone(offers), self.serves.clone());
         spawn_local(ThreadClass::Channel, async move {
-            let mut seat = None;
             let decide = |hello: &ChannelHello, carrier: &Carrier| {
-                if taken.taken.replace(true) {
-                    let why = "another osd is attached to this store; stop that osd first";
-                    return Err(ChannelError::Refused(why.into()));
-                }
-                let attachment = counts.attachments.load(Ordering::Relaxed) + 1;
-                let (taken, counts) = (Rc::clone(&taken), Arc::clone(&counts));
-                seat = Some(Seat { taken, counts, _serves: serves });
-                decide(hello, carrier, &targets, &options, &offers, attachment)
+                let seat = AttachedSeat::new(seats.claim(hello.seat)?, &counts, serves);
+                let number = counts.attachments.fetch_add(1, Ordering::Relaxed) + 1;
+                let name = format!("attachment {number} ({})", hello.seat);
+                let (welcome, access, rings) =
+                    decide(hello, carrier, &targets, &options, &offers, &seat.held, number)?;
+                Ok((welcome, access, (name, seat, rings)))
             };
             let opened = tokio::select! {
                 biased;
@@ -539,39 +536,37 @@ impl ServingContext {
                 () = place.lost() => return tracing::debug!("a peer that has sent no hello has lost its slot"),
                 opened = tokio::time::timeout(HELLO_TIMEOUT, channel::accept(socket, decide)) => opened,
             };
-            let (rings, control) = match opened {
-                Ok(Ok((_, rings, control))) => (rings, control),
+            let ((name, seat, rings), control) = match opened {
+                Ok(Ok((_, admitted, control))) => (admitted, control),
                 Ok(Err(e)) => return tracing::warn!("no attachment was opened: {e}"),
                 Err(_) => return tracing::warn!("no attachment was opened: the peer sent no hello in time"),
             };
             drop(place);
-            counts.attachments.fetch_add(1, Ordering::Relaxed);
-            counts.connected.store(1, Ordering::Relaxed);
-            let attachment =
-                HostAttachment::new(targets, engines, rings, control, Arc::clone(&counts), faults, poll);
-            let stop = async move {
+            let attachment = HostAttachment::new(targets, engines, rings, control, counts, &options);
+            let stop = async {
                 tokio::select! {
                     biased;
                     _ = stopped.wait_for(|stop| *stop) => {}
                     Ok(()) = offered.changed() => {
-                        tracing::info!("the attachment ends because a target was remounted");
+                        tracing::info!("{name} ends because a target was remounted");
                     }
                 }
             };
-            attachment.run(stop, || drop(seat)).await;
+            attachment.run(&name, stop, || drop(seat)).await;
         });
     }
 }
 
 /// Decides how to serve an osd. If possible, the server provides the host memory that the osd asks
-/// for. Otherwise it states the reason, and the control socket carries all data, which is slower. A
-/// request above the server's limits is refused.
+/// for, and reserves it for the `seat`. Otherwise it states the reason, and the control socket carries
+/// all data, which is slower. A request above the server's limits is refused.
 fn decide(
     hello: &ChannelHello,
     carrier: &Carrier,
     targets: &[ServedTarget],
     options: &ServerOptions,
     offers: &Rc<OfiHostSource>,
+    seat: &SeatHeld,
     attachment: u64,
 ) -> channel::Result<(ChannelWelcome, Option<MemoryAccess>, Option<Rings>)> {
     let targets_info = targets.iter().map(|target| TargetInfo { uuid: target.uuid }).collect();
@@ -579,42 +574,30 @@ fn decide(
     let welcome =
         ChannelWelcome { version: VERSION, nonce: hello.nonce, attachment, memory, targets: targets_info };
     let Some(request) = &hello.memory else { return Ok((welcome, None, None)) };
-    check(request, hello.outstanding as usize, options)?;
+    request.layout.check()?;
+    seat.reserve(request.layout.len(), hello.outstanding as usize)?;
+    let without_memory = |welcome: ChannelWelcome, why: String| {
+        tracing::warn!("attachment {attachment} has no host memory: {why}");
+        seat.release_memory();
+        Ok((ChannelWelcome { memory: MemoryAnswer::None(Some(why)), ..welcome }, None, None))
+    };
     let memory = HostMemory::new(request.layout)?;
     let opened = match &request.reach {
         Reach::Descriptors if carrier.carries_memory() => Reached::by_descriptors(&memory, carrier),
         Reach::Descriptors => {
             let why = "file descriptors cannot be sent over TCP; use a UNIX socket, or the engine ofi";
-            return Ok((without_memory(welcome, why.to_owned()), None, None));
+            return without_memory(welcome, why.to_owned());
         }
         Reach::Ofi { provider } => Reached::by_offer(offers, provider, &memory),
     };
     let (reached, answer, access) = match opened {
         Ok(opened) => opened,
-        Err(ChannelError::Refused(why)) => return Ok((without_memory(welcome, why), None, None)),
-        Err(e) => return Ok((without_memory(welcome, e.to_string()), None, None)),
+        Err(ChannelError::Refused(why)) => return without_memory(welcome, why),
+        Err(e) => return without_memory(welcome, e.to_string()),
     };
     for target in targets {
         target.store.register_memory(&memory.arena);
     }
     let rings = Rings::new(memory, reached, hello.outstanding as usize, options.faults.clone());
     Ok((ChannelWelcome { memory: answer, ..welcome }, access, Some(rings)))
-}
-
-fn check(request: &MemoryRequest, outstanding: usize, options: &ServerOptions) -> channel::Result<()> {
-    request.layout.check()?;
-    if request.layout.len() > options.max_memory || outstanding > options.max_outstanding {
-        let (len, most) = (request.layout.len(), options.max_memory);
-        return Err(ChannelError::Refused(format!(
-            "the osd asks for {len} bytes of host memory and {outstanding} requests at a time; \
-             the limits are {most} and {}",
-            options.max_outstanding
-        )));
-    }
-    Ok(())
-}
-
-fn without_memory(welcome: ChannelWelcome, why: String) -> ChannelWelcome {
-    tracing::warn!("attachment {} has no host memory: {why}", welcome.attachment);
-    ChannelWelcome { memory: MemoryAnswer::None(Some(why)), ..welcome }
 }

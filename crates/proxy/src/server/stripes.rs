@@ -15,6 +15,7 @@ use tokio::sync::oneshot;
 
 use super::ServedTarget;
 use super::calls::{Finished, FinishedCall, ReceivedCall, RunningCall, bad_payload, claim};
+use super::stages::OwnStages;
 use crate::messages::{
     CallAnswer, CallOutcome, NO_REPLY, ParityFrom, PayloadPlace, StoreCall, Stripes, unpack_checksums,
 };
@@ -33,6 +34,7 @@ struct Fragments {
 /// result of the call.
 pub(super) fn make(
     targets: &[ServedTarget],
+    stages: &OwnStages,
     engines: &Engines,
     lease: Option<&Lease>,
     request: ReceivedCall,
@@ -44,7 +46,8 @@ pub(super) fn make(
     let started = call.and_then(|(call, _, data)| match call {
         StoreCall::StageStripes { stripes, place } => {
             let is_unverified = verifies && place == PayloadPlace::Inline;
-            start(targets, engines, lease, stripes, place, data, (coded, is_unverified))
+            let parts = parts(targets, stages, &stripes)?;
+            start(engines, lease, stripes, parts, place, data, (coded, is_unverified))
         }
         _ => Err(StoreError::InvalidArgument("the call is not a write of stripes".into())),
     });
@@ -87,23 +90,30 @@ fn answer(written: Result<(), StripeError>, flags: u32) -> CallOutcome {
 
 type Writing = base::BoxFuture<'static, Result<(), StripeError>>;
 
-fn start(
+/// The stages to which stripes are written.
+fn parts(
     targets: &[ServedTarget],
+    stages: &OwnStages,
+    stripes: &Stripes,
+) -> store::Result<Vec<Option<StoreStage>>> {
+    let find = |part: &Option<(u16, u64)>| {
+        let Some((target, stage)) = *part else { return Ok(None) };
+        stages.check(target, StageId(stage))?;
+        Ok(Some((std::sync::Arc::clone(&targets[usize::from(target)].store), StageId(stage))))
+    };
+    stripes.parts.iter().map(find).collect()
+}
+
+fn start(
     engines: &Engines,
     lease: Option<&Lease>,
     stripes: Stripes,
+    parts: Vec<Option<StoreStage>>,
     place: PayloadPlace,
     data: Bytes,
     (coded, is_unverified): (Coded, bool),
 ) -> store::Result<(Writing, Vec<Released>)> {
-    let find = |part: &Option<(u16, u64)>| {
-        let Some((target, stage)) = *part else { return Ok(None) };
-        let gone = StoreError::NoSuchStage(stage);
-        let target = targets.get(usize::from(target)).ok_or(gone)?;
-        Ok(Some((std::sync::Arc::clone(&target.store), StageId(stage))))
-    };
     check_shape(stripes.len, stripes.data.into(), stripes.parts.len(), stripes.offset)?;
-    let parts: Vec<Option<StoreStage>> = stripes.parts.iter().map(find).collect::<store::Result<_>>()?;
     let Fragments { data, parity, buffers, released } = fragments(&stripes, lease, place, data)?;
     let computes = matches!(parity, Parity::By(_));
     if is_unverified && !computes {

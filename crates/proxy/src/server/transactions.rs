@@ -24,6 +24,7 @@ use super::calls::{
     Finished, FinishedCall, ReceivedCall, RunningCall, Via, bad_payload, payload_of, split_transactions,
     verify_transaction,
 };
+use super::stages::OwnStages;
 use crate::messages::{
     CallAnswer, MAX_PARTS, PayloadPlace, StoreCall, TransactionPart, TransactionParts, shorten,
 };
@@ -147,10 +148,11 @@ impl ReceivedTransaction {
     }
 
     /// Starts the transaction. Its position in the store's order is fixed when this function returns.
-    pub(super) fn start(self, store: &Arc<dyn ObjectStore>) -> RunningCall {
-        let ReceivedTransaction { request, number, encoded, is_unverified, .. } = self;
+    pub(super) fn start(self, store: &Arc<dyn ObjectStore>, stages: &OwnStages) -> RunningCall {
+        let ReceivedTransaction { request, number, target, encoded, is_unverified, .. } = self;
         let queued = encoded.and_then(|(control, data)| {
             let transaction = transaction_codec::decode(control, &data)?;
+            stages.check_all(target, &transaction)?;
             if is_unverified {
                 verify_transaction(&transaction).map_err(bad_payload)?;
             }

@@ -148,12 +148,18 @@ pub async fn node_over(
         }
     };
     let server = Server::serve(listener, targets, server).unwrap();
-    let options = AttachmentOptions { socket_only: path == Path::Unix, ..options };
-    let options = if path.by_ofi() { by_ofi(options) } else { options };
-    let attachment = Attachment::connect(endpoint.clone(), options).await.unwrap();
-    assert_eq!(attachment.status().by_dma, path.by_dma(), "{:?}", attachment.status());
+    let attachment = attach(path, endpoint.clone(), options).await;
     let store = attachment.store(0);
     Node { attachment, server, store, endpoint, _dir: dir }
+}
+
+/// Attaches an osd, or one more seat of an osd, whose payload takes this path.
+pub async fn attach(path: Path, endpoint: StoreEndpoint, options: AttachmentOptions) -> Attachment {
+    let options = AttachmentOptions { socket_only: path == Path::Unix, ..options };
+    let options = if path.by_ofi() { by_ofi(options) } else { options };
+    let attachment = Attachment::connect(endpoint, options).await.unwrap();
+    assert_eq!(attachment.status().by_dma, path.by_dma(), "{:?}", attachment.status());
+    attachment
 }
 
 pub fn cid() -> CollectionId {
