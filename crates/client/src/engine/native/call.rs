@@ -105,9 +105,10 @@ impl<T: Send> Call<T> for NativeCall<'_, T> {
 /// Decides how the payload of a change is sent: inside the message, or as bulk data.
 async fn place_payload(session: &ClientSession, request: &mut ChangeRequest) -> Result<(RequestBody, Bulk)> {
     let offset = request.payload_offset();
+    let transfer = session.transfer(&request.name, request.part.as_ref());
     let bulk = match request.payload.clone() {
         None => Bulk::None,
-        Some(source) if source.len() <= session.inline_max() => {
+        Some(source) if source.len() <= transfer.inline_max => {
             Bulk::Inline(Payload::compute(offset, source.load().await?))
         }
         Some(Source::Descriptor(_)) => {
@@ -116,7 +117,7 @@ async fn place_payload(session: &ClientSession, request: &mut ChangeRequest) -> 
         // With one-sided transfers, the node itself reads the client's memory, so the data must be
         // contiguous in memory.
         Some(source) => {
-            let source = if session.is_one_sided() { Source::Bytes(source.load().await?) } else { source };
+            let source = if transfer.is_one_sided { Source::Bytes(source.load().await?) } else { source };
             Bulk::Source(Arc::new(OfferedSource { source, offset }))
         }
     };

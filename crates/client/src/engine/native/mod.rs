@@ -1,14 +1,20 @@
 //! The native engine: a session with an Outboard node.
 //!
-//! `session` maintains the session across lost connections and restarts of the node. `pending` defines
-//! the entries of the session's table of unanswered requests. `call` makes the attempts of one
-//! request. `chunks` provides the memory that a read offers to the node, and `offered` the data
-//! that a change offers.
+//! `session` maintains the session across lost connections and restarts of the node. `pending`
+//! defines the entries of the session's table of unanswered requests. `routes` decides to which
+//! shard of the node a request belongs. `links` has one connection per shard, each of which a
+//! `link_task` opens and serves; `opening` connects. `call` makes the attempts of one request.
+//! `chunks` provides the memory that a read offers to the node, and `offered` the data that a
+//! change offers.
 
 mod call;
 mod chunks;
+mod link_task;
+mod links;
 mod offered;
+mod opening;
 mod pending;
+mod routes;
 mod session;
 
 use std::sync::Arc;
@@ -103,7 +109,7 @@ impl Engine for NativeEngine {
             }
         };
         let window = BlockWindow::new(offset, len, memory);
-        let pushed = window.room > self.session.inline_max();
+        let pushed = window.room > self.session.transfer(&name, part.as_ref()).inline_max;
         let read = Read { name: name.to_wire(), part, offset, len, if_version, sink: None };
         self.call(ObjectRequest::Read(read), Bulk::Read { window, pushed }, deadline, |answer| {
             match answer.body {

@@ -11,7 +11,13 @@ use wire::{Data, ObjectReply, ObjectRequest, ReplyBody, RequestBody, RequestHead
 
 use super::chunks::{BlockWindow, ChunkSink};
 use super::offered::OfferedSource;
+use super::routes::Routes;
 use crate::{Error, Result};
+
+/// Maximum number of shards that may refuse one attempt of a request. The first refusal teaches the
+/// request's shard. Another one is only possible if the pool was removed and created again, or if
+/// the osd was restarted.
+const REROUTES_MAX: u32 = 8;
 
 /// Data of a request or of its answer.
 #[derive(Debug, Clone)]
@@ -47,17 +53,23 @@ pub(crate) struct PendingRequest {
     body: RequestBody,
     bulk: Bulk,
     deadline: Instant,
-    /// Number of the connection on which the request was last sent; 0 if the request was never
-    /// sent.
-    pub(crate) sent_on: u64,
-    /// Whether the request was sent more than once.
+    /// Shard to which the request belongs; `None` while this is unknown.
+    shard: Option<u16>,
+    /// Number of the connection on which the current attempt was sent; 0 if it was not sent yet, or
+    /// if its connection was lost.
+    sent_on: u64,
+    /// Whether an attempt was sent that may have taken effect.
+    pub(super) was_sent: bool,
+    /// Whether an attempt before the last one may have taken effect.
     repeated: bool,
+    /// Number of shards that have refused the current attempt.
+    reroutes: u32,
     /// Reason why the node refused the session in which the request was sent. With a reason, the
     /// request must not be sent in another session.
-    pub(crate) orphaned: Option<wire::Error>,
+    orphaned: Option<wire::Error>,
     /// Passes the answer to the caller. `None` while the caller pauses before the next attempt.
-    pub(crate) done: Option<oneshot::Sender<Answered>>,
-    pub(crate) region: Option<BulkRegion>,
+    done: Option<oneshot::Sender<Answered>>,
+    region: Option<BulkRegion>,
     sink: Option<Arc<ChunkSink>>,
 }
 
@@ -68,12 +80,110 @@ impl PendingRequest {
             body,
             bulk,
             deadline,
+            shard: None,
             sent_on: 0,
+            was_sent: false,
             repeated: false,
+            reroutes: 0,
             orphaned: None,
             done: None,
             region: None,
             sink: None,
+        }
+    }
+
+    /// Begins an attempt, whose answer `done` passes to the caller.
+    ///
+    /// # Errors
+    /// If an earlier attempt was sent in a session that the node has refused since.
+    pub(crate) fn begin(&mut self, done: oneshot::Sender<Answered>, routes: &Routes) -> Result<()> {
+        if let Some(why) = &self.orphaned {
+            return Err(Error::from(why.clone()).of_unknown_outcome());
+        }
+        self.done = Some(done);
+        self.reroutes = 0;
+        self.requeue(routes);
+        Ok(())
+    }
+
+    /// Marks the current attempt as not sent, and chooses its shard again.
+    pub(crate) fn requeue(&mut self, routes: &Routes) {
+        self.sent_on = 0;
+        self.shard = routes.shard_of(&self.body);
+    }
+
+    /// Returns the shard to which the request belongs; `None` while this is unknown.
+    pub(crate) fn shard(&self) -> Option<u16> {
+        self.shard
+    }
+
+    /// Returns whether the current attempt was sent on the connection with this number, and is not
+    /// answered yet.
+    pub(crate) fn is_in_flight_on(&self, number: u64) -> bool {
+        self.sent_on == number
+    }
+
+    /// Returns whether the request can be sent to `shard` and is not in flight. Between two
+    /// attempts, this is also true.
+    pub(crate) fn may_need(&self, shard: u16) -> bool {
+        self.sent_on == 0 && self.shard.is_none_or(|wanted| wanted == shard)
+    }
+
+    /// Returns whether an attempt waits to be sent to `shard`.
+    pub(crate) fn is_unsent(&self, shard: u16) -> bool {
+        self.done.is_some() && self.may_need(shard)
+    }
+
+    /// Handles the refusal of the current attempt by a shard to which the request does not belong.
+    /// The attempt has had no effect, and is sent again as the same attempt. Returns the offered
+    /// memory.
+    ///
+    /// # Errors
+    /// [`Error::Protocol`] if too many shards have refused the attempt.
+    pub(crate) fn reroute(
+        &mut self,
+        routes: &mut Routes,
+        shard: u16,
+        groups: u32,
+        shards: u16,
+    ) -> Result<Option<BulkRegion>> {
+        routes.wrong_shard(&self.body, shard, groups, shards)?;
+        self.reroutes += 1;
+        if self.reroutes > REROUTES_MAX {
+            let why = format!(
+                "{} shards in turn have refused a request that belongs to another shard",
+                self.reroutes
+            );
+            return Err(Error::Protocol(why));
+        }
+        self.was_sent = self.repeated;
+        self.requeue(routes);
+        Ok(self.region.take())
+    }
+
+    /// Ends the current attempt with an answer of the node. Returns the sender of the outcome and
+    /// the offered memory, or `None` if no caller waits.
+    pub(crate) fn end_attempt(&mut self) -> Option<(oneshot::Sender<Answered>, Option<BulkRegion>)> {
+        self.sent_on = 0;
+        let done = self.done.take()?;
+        Some((done, self.region.take()))
+    }
+
+    /// Ends the current attempt with an error, if a caller waits for its outcome. If `is_unknown`
+    /// is set, the error says that the outcome is unknown.
+    pub(crate) fn fail(&mut self, e: Error, is_unknown: bool) {
+        if let Some((done, _withdrawn)) = self.end_attempt() {
+            // The caller may have been cancelled; ignore the error of the channel.
+            drop(done.send(Err(if is_unknown { e.of_unknown_outcome() } else { e })));
+        }
+    }
+
+    /// Fails the request if it is a change that was sent in the session that the node refuses with
+    /// `e`. All other requests can be sent in a new session.
+    pub(crate) fn leave_session(&mut self, e: &wire::Error) {
+        if self.is_bound_to_session() {
+            self.orphaned = Some(e.clone());
+            self.fail(e.clone().into(), true);
         }
     }
 
@@ -88,7 +198,7 @@ impl PendingRequest {
     ) -> Result<Message> {
         let left = self.deadline.saturating_duration_since(Instant::now());
         let deadline_ms = u32::try_from(left.as_millis()).unwrap_or(u32::MAX);
-        let head = RequestHead { seq, acked_through, retry: self.sent_on != 0, deadline_ms };
+        let head = RequestHead { seq, acked_through, retry: self.was_sent, deadline_ms };
         self.repeated = head.retry;
         self.region = None;
         let mut payload = Payload::default();
@@ -119,13 +229,14 @@ impl PendingRequest {
             return Err(wire::Error::TooLarge { what: "request without its data".into(), size, limit }.into());
         }
         self.sent_on = number;
+        self.was_sent = true;
         Ok(Message { header, payload })
     }
 
     /// Returns whether the request may have taken effect, and would take effect again in another
     /// session.
     pub(crate) fn is_bound_to_session(&self) -> bool {
-        self.sent_on != 0 && self.is_change()
+        self.was_sent && self.is_change()
     }
 
     /// Returns whether an attempt before the last one may have taken effect.

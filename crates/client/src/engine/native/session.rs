@@ -1,60 +1,50 @@
-//! The session with the node. It uses one connection at a time, and reconnects when the connection
-//! is lost.
+//! The session with the node: its id, the request numbers, and the table of unanswered requests.
 //!
-//! Callers put their requests into a table and send them on the current connection. One background
-//! task receives all messages. When the connection is lost, the task connects again, presents the
-//! session's id, and sends all unanswered requests again, in order and marked as retries.
+//! Callers put their requests into the table and send them on the connection to the request's shard
+//! ([`Routes`]). Each shard has a link with a background task ([`LinkTask`]), which receives the
+//! shard's answers. The task also sends the requests that found no connection, and all unanswered
+//! requests again when a connection was lost. If a shard refuses a request because the request
+//! belongs to another shard, the session learns from the refusal and passes the request to the
+//! other link.
 //!
-//! A node may refuse to continue a session. Then the task opens a new session. It repeats requests
-//! that change nothing, and sends changes that were not sent before. Changes that were sent before
-//! fail with an unknown outcome, because only the old session had their results. If a node has too
-//! many sessions, the task keeps trying. When the last handle is dropped, the task tells the node
-//! that the session has ended, so that the node can discard the session's results.
+//! A node may refuse to continue a session. Then all links move to a new session. They repeat
+//! requests that change nothing, and send changes that were not sent before. Changes that were sent
+//! before fail with an unknown outcome, because only the old session had their results. If a node
+//! has too many sessions, the links keep trying. When the last handle is dropped, the task of the
+//! first shard's link tells the node that the session has ended, so that the node can discard the
+//! session's results.
 
 use std::collections::BTreeMap;
-use std::convert::Infallible;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use base::thread::ThreadClass;
 use base::watch;
-use messenger::{
-    ConnectOptions, Connection, ConnectionEvent, Incoming, Limits, Message, MessengerError, NetworkStack,
-};
+use messenger::{Connection, Message, MessengerError, NetworkStack};
 use tokio::sync::{Notify, oneshot};
 use tokio::time::Instant;
 use wire::limits::REQUEST_WINDOW;
-use wire::{Reply, ReplyBody, RequestBody, RequestHead, SessionId, UploadId};
+use wire::{ObjectName, PartId, Reply, RequestBody, RequestHead, SessionId, UploadId};
 
+use super::link_task::{LinkEnds, LinkTask, RECONNECT_PAUSE, RECONNECT_PAUSE_MAX};
+use super::links::{Links, ReadyConnection};
+use super::opening::{OpenedConnection, ShardHello, dial};
 use super::pending::{Answered, PendingRequest};
+use super::routes::Routes;
 use crate::{Error, Options, Result};
 
-/// Maximum pause between two attempts to reconnect.
-const RECONNECT_PAUSE_MAX: Duration = Duration::from_millis(500);
-/// First pause between two attempts to connect. The pause doubles with each attempt, up to
-/// [`RECONNECT_PAUSE_MAX`].
-const RECONNECT_PAUSE: Duration = Duration::from_millis(10);
 /// Time limit for telling the node that a session has ended. If the message cannot be sent, the
 /// node discards the session's results later.
 const CLOSE_TIME: Duration = Duration::from_secs(2);
 
-/// Pause before a lost connection is opened again while no request needs it. A node that has
-/// reached its limit of connections drops idle connections to serve other clients. If the clients
-/// of the dropped connections reconnected at once, the node would have to drop further connections.
-/// The pause is shorter than the time for which nodes keep the uploads of disconnected clients.
-const IDLE_RECONNECT_PAUSE: Duration = Duration::from_secs(60);
-
-/// State that callers and the background task share.
+/// State that callers and the links' tasks share.
 pub(crate) struct Shared {
     stack: Arc<dyn NetworkStack>,
-    endpoint: String,
     options: Options,
     /// Notified when a request leaves the table of unanswered requests.
     room: Notify,
-    /// Notified when a request enters the table while the session has no connection.
-    wanted: Notify,
-    limits: OnceLock<Limits>,
     session_state: watch::Sender<SessionState>,
+    /// Held by the link that opens a new session.
+    opening: tokio::sync::Mutex<()>,
     state: Mutex<State>,
 }
 
@@ -62,25 +52,26 @@ pub(crate) struct Shared {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum SessionState {
     Open,
-    /// The session is closing, so the background task must end it.
+    /// The session is closing, so the links' tasks must end it.
     Closing,
-    /// The background task has ended.
+    /// The links' tasks have ended.
     Closed,
 }
 
+/// Invariant: all connections in `links` belong to `session`, and their osd has answered with the
+/// same list of shards as `routes` has.
 struct State {
-    /// The connection on which callers send; `None` while the session has no connection.
-    connection: Option<Arc<dyn Connection>>,
-    /// Number of the current connection, counted from 1.
-    number: u64,
+    /// `None` after the node has refused the session, until a link has opened a new one.
     session: Option<SessionId>,
     next_seq: u64,
     next_upload: u64,
     pending: BTreeMap<u64, PendingRequest>,
+    routes: Routes,
+    links: Links,
     closed: bool,
 }
 
-/// The session. When it is dropped, the background task tells the node that the session has ended,
+/// The session. When it is dropped, a background task tells the node that the session has ended,
 /// unless the runtime ends first.
 pub(crate) struct ClientSession {
     pub(crate) shared: Arc<Shared>,
@@ -92,8 +83,14 @@ impl Drop for ClientSession {
     }
 }
 
-/// Marks the session as closed when the background task ends, or when the runtime drops the task.
-struct Ending(Arc<Shared>);
+/// Marks the session as closed when the last task of a link ends, or when the runtime drops it.
+pub(super) struct Ending(Arc<Shared>);
+
+impl Ending {
+    pub(super) fn shared(&self) -> &Arc<Shared> {
+        &self.0
+    }
+}
 
 impl Drop for Ending {
     fn drop(&mut self) {
@@ -101,26 +98,47 @@ impl Drop for Ending {
     }
 }
 
+/// What the task of a link must do next to send the requests that wait for the link.
+pub(super) enum NextSend {
+    /// Send this message, which contains the request with this number.
+    Message(u64, Message),
+    /// Wait, because no request waits.
+    Nothing,
+    /// Wait, because the connection is lost.
+    Lost,
+    /// Stop, because the session has removed the connection.
+    Detached,
+}
+
 impl ClientSession {
-    /// Connects and opens a session.
+    /// Connects and opens a session. The links to further shards connect in the background.
     pub(crate) async fn open(
         stack: Arc<dyn NetworkStack>,
         endpoint: &str,
         options: Options,
     ) -> Result<ClientSession> {
+        let OpenedConnection { connection, incoming, opened } =
+            connect_while_busy(&*stack, endpoint, &options).await?;
+        let routes = Routes::new(endpoint, opened.shard, opened.ports)?;
+        let mut state = State::new(opened.session, routes, Links::new(connection.limits()));
+        let shards = state.links.add_missing(state.routes.shards());
+        let number = state.links.attach(opened.shard, Arc::clone(&connection));
+        let signals: Vec<(u16, Arc<Notify>)> =
+            shards.map(|shard| (shard, state.links.signal(shard))).collect();
         let shared = Arc::new(Shared {
             stack,
-            endpoint: endpoint.to_owned(),
             options,
             room: Notify::new(),
-            wanted: Notify::new(),
-            limits: OnceLock::new(),
             session_state: watch::Sender::new(SessionState::Open),
-            state: Mutex::new(State::new()),
+            opening: tokio::sync::Mutex::new(()),
+            state: Mutex::new(state),
         });
-        let (connection, incoming) = shared.connect_while_busy().await?;
-        shared.lock().connection = Some(connection);
-        base::task::spawn(ThreadClass::Client, run(Ending(Arc::clone(&shared)), incoming));
+        let ending = Arc::new(Ending(Arc::clone(&shared)));
+        let mut first = Some(LinkEnds { connection, incoming, number });
+        for (shard, signal) in signals {
+            let ends = if shard == opened.shard { first.take() } else { None };
+            LinkTask::start(&ending, shard, signal, ends);
+        }
         Ok(ClientSession { shared })
     }
 
@@ -140,34 +158,43 @@ impl ClientSession {
         Ok(UploadId { session, number: state.next_upload - 1 })
     }
 
-    /// Returns the maximum size of data that is sent inside a message, in bytes.
-    pub(crate) fn inline_max(&self) -> u64 {
-        let limit = self.shared.limits().map_or(0, |limits| limits.eager);
-        self.shared.options.inline_max.min(limit) as u64
-    }
-
-    /// Returns whether the node itself reads data from the client's memory, by one-sided transfers.
-    pub(crate) fn is_one_sided(&self) -> bool {
-        self.shared.limits().is_some_and(|limits| limits.one_sided)
+    /// Returns how data of an object is sent.
+    pub(crate) fn transfer(&self, name: &ObjectName, part: Option<&PartId>) -> TransferChoice {
+        let limits = {
+            let state = self.shared.lock();
+            let pool = name.pool().as_bytes();
+            state.links.limits(state.routes.shard_of_object(pool, name.namespace(), name.object(), part))
+        };
+        let inline_max = self.shared.options.inline_max.min(limits.eager) as u64;
+        TransferChoice { inline_max, is_one_sided: limits.one_sided }
     }
 
     /// Ends the session. Returns when the node was told, or after [`CLOSE_TIME`].
     pub(crate) async fn close(&self) {
         self.shared.begin_close();
         let mut session_state = self.shared.session_state.subscribe();
-        // The task's runtime may not be running, so the wait needs a time limit.
+        // The tasks' runtime may not be running, so the wait needs a time limit.
         let _ =
             tokio::time::timeout(CLOSE_TIME, session_state.wait_for(|state| *state == SessionState::Closed))
                 .await;
     }
 }
 
+/// How data is sent to a shard or from it.
+pub(crate) struct TransferChoice {
+    /// Maximum size of data that is sent inside a message, in bytes.
+    pub(crate) inline_max: u64,
+    /// Whether the node itself reads data from the client's memory, by one-sided transfers.
+    pub(crate) is_one_sided: bool,
+}
+
 impl Shared {
-    /// Returns the limits of the current connection. Without a connection, returns the limits of
-    /// the first connection.
-    fn limits(&self) -> Option<Limits> {
-        let now = self.lock().connection.as_ref().map(|connection| connection.limits());
-        now.or_else(|| self.limits.get().copied())
+    pub(super) fn stack(&self) -> &dyn NetworkStack {
+        &*self.stack
+    }
+
+    pub(super) fn options(&self) -> &Options {
+        &self.options
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -175,8 +202,7 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Refuses new requests, fails unanswered requests, and makes the background task end the
-    /// session.
+    /// Refuses new requests, fails unanswered requests, and makes the links' tasks end the session.
     fn begin_close(&self) {
         let pending = {
             let mut state = self.lock();
@@ -194,33 +220,32 @@ impl Shared {
         });
     }
 
-    async fn close_wanted(&self) {
+    pub(super) async fn close_wanted(&self) {
         // The wait cannot fail, because `self` owns the sender.
         drop(self.session_state.subscribe().wait_for(|state| *state != SessionState::Open).await);
     }
 
-    /// Tells the node that the session has ended and that none of its requests will be repeated.
-    /// Then closes the connection.
-    async fn end_session(&self) {
+    /// Closes the connection of a link. The first shard's link first tells the node that the
+    /// session has ended and that none of its requests will be repeated.
+    pub(super) async fn end_link(&self, shard: u16) {
         let (connection, seq) = {
             let mut state = self.lock();
-            (state.connection.take(), state.next_seq)
+            (state.links.take(shard), state.next_seq)
         };
         let Some(connection) = connection else { return };
         let head = RequestHead { seq, acked_through: seq - 1, retry: false, deadline_ms: 0 };
         let header = wire::encode_request(&head, &RequestBody::CloseSession);
         let ended = async {
-            let message = Message { header, payload: Default::default() };
-            if let Err(e) = connection.send(message).await {
-                tracing::debug!(endpoint = self.endpoint, error = %e, "could not tell the node that the session has ended");
+            if shard == 0 {
+                let message = Message { header, payload: Default::default() };
+                if let Err(e) = connection.send(message).await {
+                    tracing::debug!(error = %e, "could not tell the node that the session has ended");
+                }
             }
             connection.close().await;
         };
         if tokio::time::timeout(CLOSE_TIME, ended).await.is_err() {
-            tracing::debug!(
-                endpoint = self.endpoint,
-                "could not tell the node in time that the session has ended"
-            );
+            tracing::debug!(shard, "could not end the session in time");
         }
     }
 
@@ -233,14 +258,10 @@ impl Shared {
                 if state.closed {
                     return Err(Error::Closed);
                 }
-                let oldest = state.pending.first_key_value().map_or(state.next_seq, |(seq, _)| *seq);
-                if state.next_seq - oldest < REQUEST_WINDOW {
+                if state.next_seq - state.oldest() < REQUEST_WINDOW {
                     let seq = state.next_seq;
                     state.next_seq += 1;
                     state.pending.insert(seq, pending);
-                    if state.connection.is_none() {
-                        self.wanted.notify_one();
-                    }
                     return Ok(seq);
                 }
             }
@@ -248,18 +269,20 @@ impl Shared {
         }
     }
 
-    /// Sends a request that is in the table. Without a connection, the background task sends the
-    /// request later.
+    /// Attempts a request that is in the table. Without a connection to the request's shard, the
+    /// link's task sends the request later.
     pub(crate) async fn send(&self, seq: u64, done: oneshot::Sender<Answered>) -> Result<()> {
         let (connection, message, repeats_change) = {
-            let mut state = self.lock();
+            let mut guard = self.lock();
+            let state = &mut *guard;
             let Some(pending) = state.pending.get_mut(&seq) else { return Err(Error::Closed) };
-            if let Some(why) = &pending.orphaned {
-                return Err(Error::from(why.clone()).of_unknown_outcome());
-            }
-            pending.done = Some(done);
-            let Some(connection) = state.connection.clone() else { return Ok(()) };
-            let message = state.message(seq, &connection);
+            pending.begin(done, &state.routes)?;
+            let shard = pending.shard();
+            let Some(ReadyConnection { connection, number }) = state.links.ready(shard) else {
+                state.links.wake(shard);
+                return Ok(());
+            };
+            let message = state.message(seq, &connection, number);
             let repeats_change = state.pending.get(&seq).is_some_and(PendingRequest::repeats_change);
             (connection, message, repeats_change)
         };
@@ -267,13 +290,16 @@ impl Shared {
             Ok(message) => connection.send(message).await.map_err(Error::from),
             Err(e) => Err(e),
         };
-        match sent {
-            // The background task detects the loss too, and sends the request again on the next
+        let failed = match sent {
+            // The link's task detects the loss too, and sends the request again on the next
             // connection.
-            Err(Error::Network(MessengerError::ConnectionLost(_))) => Ok(()),
-            Err(e @ Error::Network(_)) if repeats_change => Err(e.of_unknown_outcome()),
-            sent => sent,
-        }
+            Ok(()) | Err(Error::Network(MessengerError::ConnectionLost(_))) => return Ok(()),
+            Err(e @ Error::Network(_)) if repeats_change => e.of_unknown_outcome(),
+            Err(e) => e,
+        };
+        // No link may send the request after this call has failed.
+        self.lock().pending.get_mut(&seq).map(PendingRequest::end_attempt);
+        Err(failed)
     }
 
     /// Removes a request from the table.
@@ -283,61 +309,43 @@ impl Shared {
         drop(pending);
     }
 
-    /// Opens the first connection. While the node has too many sessions, tries again until the
-    /// connect timeout.
-    async fn connect_while_busy(&self) -> Result<(Arc<dyn Connection>, Box<dyn Incoming>)> {
-        let deadline = Instant::now() + self.options.connect_timeout;
-        let mut pause = RECONNECT_PAUSE;
-        loop {
-            match self.connect().await {
-                Err(Error::Node(e)) if is_passing(&e) && Instant::now() + pause < deadline => {
-                    tracing::debug!(endpoint = self.endpoint, error = %e, "the node does not accept the session yet; trying again");
-                }
-                outcome => return outcome,
-            }
-            tokio::time::sleep(pause).await;
-            pause = (pause * 2).min(RECONNECT_PAUSE_MAX);
+    /// Returns the next message of the requests that wait for a link's connection. If no request
+    /// waits, lets callers use the connection.
+    pub(super) fn next_unsent(&self, shard: u16, number: u64, connection: &Arc<dyn Connection>) -> NextSend {
+        let mut state = self.lock();
+        if !state.links.is_attached(shard, number) {
+            return NextSend::Detached;
         }
-    }
-
-    /// Connects, and opens or resumes the session on the connection.
-    async fn connect(&self) -> Result<(Arc<dyn Connection>, Box<dyn Incoming>)> {
-        let timeout = self.options.connect_timeout;
-        let options = ConnectOptions { tenant: self.options.tenant.clone(), timeout };
-        let (connection, mut incoming) = self.stack.connect(&self.endpoint, options).await?;
-        let opened = tokio::time::timeout(timeout, self.handshake(&*connection, &mut *incoming)).await;
-        opened.unwrap_or(Err(Error::TimedOut(timeout)))?;
-        let _ = self.limits.set(connection.limits());
-        Ok((connection, incoming))
-    }
-
-    async fn handshake(&self, connection: &dyn Connection, incoming: &mut dyn Incoming) -> Result<()> {
-        let head = RequestHead { seq: 0, acked_through: 0, retry: false, deadline_ms: 0 };
-        let session = self.lock().session;
-        let body = RequestBody::Open { oldest: wire::VERSION_OLDEST, newest: wire::VERSION, session };
-        let header = wire::encode_request(&head, &body);
-        connection.send(Message { header, payload: Default::default() }).await?;
         loop {
-            match incoming.next().await {
-                ConnectionEvent::Message(message) => {
-                    let reply = decode(&message)?;
-                    return match reply.result? {
-                        ReplyBody::Opened { session, .. } => {
-                            self.lock().session = Some(session);
-                            Ok(())
-                        }
-                        other => Err(Error::Protocol(format!("expected an open session, got {other:?}"))),
-                    };
+            let next = state.pending.iter().find(|(_, pending)| pending.is_unsent(shard));
+            let Some(seq) = next.map(|(seq, _)| *seq) else {
+                state.links.set_ready(shard);
+                return NextSend::Nothing;
+            };
+            match state.message(seq, connection, number) {
+                Ok(message) => return NextSend::Message(seq, message),
+                Err(Error::Network(MessengerError::ConnectionLost(_))) => return NextSend::Lost,
+                Err(e) => {
+                    if let Some(pending) = state.pending.get_mut(&seq) {
+                        pending.fail(e, false);
+                    }
                 }
-                ConnectionEvent::Lost(e) => return Err(e.into()),
-                ConnectionEvent::Interrupted | ConnectionEvent::Resumed => {}
             }
         }
     }
 
-    /// Passes an answer to the caller that waits for it. Returns `false` if the answer says that
+    /// Fails a request whose message the connection does not accept.
+    pub(super) fn fail_sending(&self, seq: u64, e: Error) {
+        if let Some(pending) = self.lock().pending.get_mut(&seq) {
+            let is_unknown = pending.repeats_change();
+            pending.fail(e, is_unknown);
+        }
+    }
+
+    /// Passes an answer of a shard to the caller that waits for it, or passes a request that
+    /// belongs to another shard to the other shard's link. Returns `false` if the answer says that
     /// the connection has no session.
-    fn take_answer(&self, message: Message) -> bool {
+    pub(super) fn take_answer(&self, shard: u16, number: u64, message: Message) -> bool {
         let reply = match decode(&message) {
             Ok(reply) => reply,
             Err(e) => {
@@ -349,9 +357,17 @@ impl Shared {
             return false;
         }
         let mut state = self.lock();
+        if let Err(wire::Error::WrongShard { groups, shards }) = reply.result {
+            let region = state.reroute(reply.seq, (shard, number), groups, shards);
+            drop(state);
+            region.into_iter().for_each(messenger::BulkRegion::finish);
+            return true;
+        }
         let Some(pending) = state.pending.get_mut(&reply.seq) else { return true };
-        let Some(done) = pending.done.take() else { return true };
-        let region = pending.region.take();
+        if !pending.is_in_flight_on(number) {
+            return true;
+        }
+        let Some((done, region)) = pending.end_attempt() else { return true };
         drop(state);
         // The node no longer needs the offered memory. The offer is closed without the lock, so
         // that other callers do not wait.
@@ -370,68 +386,122 @@ impl Shared {
         true
     }
 
-    /// Sends all unanswered requests on a new connection, then lets callers use the connection.
-    async fn resend(&self, connection: Arc<dyn Connection>) {
-        loop {
-            let message = {
-                let mut state = self.lock();
-                let number = state.number;
-                let next = state.pending.iter().find(|(_, p)| p.sent_on != number && p.done.is_some());
-                let Some(seq) = next.map(|(seq, _)| *seq) else {
-                    state.connection = Some(connection);
-                    return;
-                };
-                match state.message(seq, &connection) {
-                    Ok(message) => message,
-                    Err(Error::Network(MessengerError::ConnectionLost(_))) => return,
-                    Err(e) => {
-                        let done = state.pending.get_mut(&seq).and_then(|p| p.done.take());
-                        drop(done.map(|done| done.send(Err(e))));
-                        continue;
-                    }
-                }
-            };
-            if connection.send(message).await.is_err() {
-                return;
+    /// Returns the session to present on a new connection. If there is none, only one link at a
+    /// time may open a new session; it keeps the returned guard until then.
+    pub(super) async fn session_to_present(
+        &self,
+    ) -> (Option<tokio::sync::MutexGuard<'_, ()>>, Option<SessionId>) {
+        let session = self.lock().session;
+        if session.is_some() {
+            return (None, session);
+        }
+        let opening = self.opening.lock().await;
+        let session = self.lock().session;
+        (Some(opening), session)
+    }
+
+    /// Gives a link a connection to `endpoint`, on which the session that the client has
+    /// `presented` is open. Starts the tasks of the links to shards that the osd did not have
+    /// before. Returns the connection's number, or `None` if the session cannot use the connection
+    /// for this link.
+    pub(super) fn attach(
+        &self,
+        ending: &Arc<Ending>,
+        shard: u16,
+        endpoint: &str,
+        presented: Option<SessionId>,
+        opened: &ShardHello,
+        connection: &Arc<dyn Connection>,
+    ) -> Result<Option<u64>> {
+        let mut state = self.lock();
+        if presented.is_none() {
+            assert!(state.session.is_none(), "only one link opens a new session");
+            state.session = Some(opened.session);
+        }
+        if state.session != Some(opened.session) {
+            return Ok(None);
+        }
+        if state.routes.opened(endpoint, opened.shard, &opened.ports)? {
+            let shards = state.routes.shards();
+            tracing::info!(shards, "the node has other shards than before");
+            for new in state.links.add_missing(shards) {
+                LinkTask::start(ending, new, state.links.signal(new), None);
             }
+            state.restart_links();
+        }
+        // The shards may listen at other ports than before. The list of ports is known now.
+        let is_right = opened.shard == shard;
+        Ok(is_right.then(|| state.links.attach(shard, Arc::clone(connection))))
+    }
+
+    /// Returns the endpoint of a shard; `None` if the osd does not have the shard.
+    pub(super) fn endpoint(&self, shard: u16) -> Option<String> {
+        self.lock().routes.endpoint(shard)
+    }
+
+    /// Removes a connection that was lost. The unanswered requests that were sent on it wait to be
+    /// sent again.
+    pub(super) fn lost(&self, shard: u16, number: u64) {
+        let mut state = self.lock();
+        if state.links.detach(shard, number) {
+            state.requeue(|pending| pending.is_in_flight_on(number));
         }
     }
 
-    /// Waits until there is a request that needs a connection, or for [`IDLE_RECONNECT_PAUSE`].
-    async fn wait_for_need(&self) {
-        if self.lock().pending.is_empty() {
-            // Connect in both cases: after the timeout, and when a request needs the connection.
-            let _ = tokio::time::timeout(IDLE_RECONNECT_PAUSE, self.wanted.notified()).await;
+    /// Returns whether a link without connection must connect.
+    pub(super) fn is_needed(&self, shard: u16) -> bool {
+        self.lock().is_needed(shard)
+    }
+
+    /// Asks the other links to connect too, because requests wait for a link that cannot connect.
+    /// The osd may have been restarted with other shards, and each shard knows all of them.
+    pub(super) fn ask_other_links(&self, shard: u16) {
+        let mut state = self.lock();
+        if state.is_needed(shard) {
+            state.links.ask_all();
         }
     }
 
-    async fn reconnect(&self) -> (Arc<dyn Connection>, Box<dyn Incoming>) {
-        let mut pause = RECONNECT_PAUSE;
-        loop {
-            match self.connect().await {
-                Ok(connected) => return connected,
-                Err(Error::Node(e)) => self.refused(&e),
-                Err(e) => tracing::debug!(endpoint = self.endpoint, error = %e, "cannot reconnect yet"),
-            }
-            tokio::time::sleep(pause).await;
-            pause = (pause * 2).min(RECONNECT_PAUSE_MAX);
-        }
-    }
-
-    /// Handles the node's refusal to open the session.
-    fn refused(&self, e: &wire::Error) {
+    /// Handles the node's refusal to open the session that a link has `presented`.
+    pub(super) fn refused(&self, shard: u16, presented: Option<SessionId>, e: &wire::Error) {
         if is_passing(e) {
-            tracing::debug!(endpoint = self.endpoint, error = %e, "the node does not accept the session yet; trying again");
+            tracing::debug!(shard, error = %e, "the node does not accept the session yet; trying again");
             return;
         }
         let mut state = self.lock();
-        if matches!(e, wire::Error::SessionRefused { .. }) && state.session.take().is_some() {
-            tracing::warn!(endpoint = self.endpoint, error = %e, "the node refuses the session; opening a new one");
-            state.give_up_session(e);
+        if matches!(e, wire::Error::SessionRefused { .. }) && presented.is_some() {
+            // Otherwise another link has learned of the refusal before.
+            if state.session == presented {
+                tracing::warn!(shard, error = %e, "the node refuses the session; opening a new one");
+                state.session = None;
+                state.pending.values_mut().for_each(|pending| pending.leave_session(e));
+                state.restart_links();
+            }
         } else {
-            tracing::warn!(endpoint = self.endpoint, error = %e, "the node refuses this client");
-            state.fail_all(e);
+            tracing::warn!(shard, error = %e, "the node refuses this client");
+            state.fail_unsent(shard, e);
         }
+    }
+}
+
+/// Opens the first connection. While the node has too many sessions, tries again until the connect
+/// timeout.
+async fn connect_while_busy(
+    stack: &dyn NetworkStack,
+    endpoint: &str,
+    options: &Options,
+) -> Result<OpenedConnection> {
+    let deadline = Instant::now() + options.connect_timeout;
+    let mut pause = RECONNECT_PAUSE;
+    loop {
+        match dial(stack, endpoint, options).await?.open(None).await {
+            Err(Error::Node(e)) if is_passing(&e) && Instant::now() + pause < deadline => {
+                tracing::debug!(endpoint, error = %e, "the node does not accept the session yet; trying again");
+            }
+            outcome => return outcome,
+        }
+        tokio::time::sleep(pause).await;
+        pause = (pause * 2).min(RECONNECT_PAUSE_MAX);
     }
 }
 
@@ -441,48 +511,85 @@ fn is_passing(e: &wire::Error) -> bool {
 }
 
 impl State {
-    /// Creates the state before the first connection.
-    fn new() -> State {
+    fn new(session: SessionId, routes: Routes, links: Links) -> State {
         State {
-            connection: None,
-            number: 1,
-            session: None,
+            session: Some(session),
             next_seq: 1,
             next_upload: 1,
             pending: BTreeMap::new(),
+            routes,
+            links,
             closed: false,
         }
     }
 
-    /// Fails all changes that were sent in the session, because their outcome is unknown. All other
-    /// requests can be sent in a new session.
-    fn give_up_session(&mut self, e: &wire::Error) {
-        for pending in self.pending.values_mut().filter(|pending| pending.is_bound_to_session()) {
-            pending.orphaned = Some(e.clone());
-            let unknown = Error::from(e.clone()).of_unknown_outcome();
-            drop(pending.done.take().map(|done| done.send(Err(unknown))));
-        }
+    /// Returns the number of the oldest request in the table, or the next number if the table is
+    /// empty.
+    fn oldest(&self) -> u64 {
+        self.pending.first_key_value().map_or(self.next_seq, |(seq, _)| *seq)
     }
 
-    /// Fails every request, because the node refuses this client. Keeps the session, because the
-    /// node may accept it later.
-    fn fail_all(&mut self, e: &wire::Error) {
-        for pending in self.pending.values_mut() {
-            let mut error = Error::from(e.clone());
-            if pending.is_bound_to_session() {
-                error = error.of_unknown_outcome();
+    /// Marks the chosen requests as not sent, and wakes the links.
+    fn requeue(&mut self, choose: impl Fn(&PendingRequest) -> bool) {
+        for pending in self.pending.values_mut().filter(|pending| choose(pending)) {
+            pending.requeue(&self.routes);
+        }
+        self.links.wake(None);
+    }
+
+    /// Removes all connections. The links connect again, in the current session and to the current
+    /// endpoints.
+    fn restart_links(&mut self) {
+        self.links.detach_all();
+        self.requeue(|_| true);
+    }
+
+    fn is_needed(&self, shard: u16) -> bool {
+        self.links.is_asked(shard) || self.pending.values().any(|pending| pending.may_need(shard))
+    }
+
+    /// Passes a request to another link, after a shard has refused the request as one of another
+    /// shard. Returns the memory that the request offered to the refusing shard.
+    fn reroute(
+        &mut self,
+        seq: u64,
+        (shard, number): (u16, u64),
+        groups: u32,
+        shards: u16,
+    ) -> Option<messenger::BulkRegion> {
+        let pending = self.pending.get_mut(&seq)?;
+        if !pending.is_in_flight_on(number) {
+            return None;
+        }
+        match pending.reroute(&mut self.routes, shard, groups, shards) {
+            Ok(region) => {
+                self.links.wake(pending.shard());
+                region
             }
-            drop(pending.done.take().map(|done| done.send(Err(error))));
+            Err(e) => {
+                tracing::warn!(shard, error = %e, "the node refuses a request in a wrong way");
+                let is_unknown = pending.repeats_change();
+                pending.fail(e, is_unknown);
+                None
+            }
         }
     }
 
-    /// Encodes a request as a message for `connection`. If a change was sent before and cannot be
+    /// Fails the requests that wait for a link, because its shard refuses this client. Keeps the
+    /// session, because the node may accept it later.
+    fn fail_unsent(&mut self, shard: u16, e: &wire::Error) {
+        for pending in self.pending.values_mut().filter(|pending| pending.is_unsent(shard)) {
+            let is_unknown = pending.is_bound_to_session();
+            pending.fail(e.clone().into(), is_unknown);
+        }
+    }
+
+    /// Encodes a request as a message for a connection. If a change was sent before and cannot be
     /// sent again, the error says that the outcome is unknown.
-    fn message(&mut self, seq: u64, connection: &Arc<dyn Connection>) -> Result<Message> {
-        let oldest = self.pending.first_key_value().map_or(self.next_seq, |(seq, _)| *seq);
-        let number = self.number;
+    fn message(&mut self, seq: u64, connection: &Arc<dyn Connection>, number: u64) -> Result<Message> {
+        let acked_through = self.oldest() - 1;
         let Some(pending) = self.pending.get_mut(&seq) else { return Err(Error::Closed) };
-        pending.message(seq, oldest - 1, connection, number).map_err(|e| match e {
+        pending.message(seq, acked_through, connection, number).map_err(|e| match e {
             Error::Network(MessengerError::ConnectionLost(_)) => e,
             e if pending.is_bound_to_session() => e.of_unknown_outcome(),
             e => e,
@@ -490,58 +597,8 @@ impl State {
     }
 }
 
-fn decode(message: &Message) -> Result<Reply> {
+pub(super) fn decode(message: &Message) -> Result<Reply> {
     wire::decode_reply(&message.header).map_err(|e| Error::Protocol(e.to_string()))
-}
-
-/// The background task: serves the session until it is closed, then tells the node.
-async fn run(ending: Ending, incoming: Box<dyn Incoming>) {
-    let shared = &ending.0;
-    tokio::select! {
-        biased;
-        () = shared.close_wanted() => {}
-        never = serve(shared, incoming) => match never {},
-    }
-    shared.end_session().await;
-}
-
-async fn serve(shared: &Arc<Shared>, mut incoming: Box<dyn Incoming>) -> Infallible {
-    let mut resend = None;
-    loop {
-        let event = match &mut resend {
-            None => incoming.next().await,
-            // Receive answers while requests are sent again. Otherwise client and node could wait
-            // for each other (deadlock).
-            Some(sending) => tokio::select! {
-                biased;
-                () = sending => {
-                    resend = None;
-                    continue;
-                }
-                event = incoming.next() => event,
-            },
-        };
-        let lost = match event {
-            // `take_answer` returns `false` if the node has attached the session to an earlier,
-            // abandoned connection. This happens if the node received the request to open the
-            // session on the abandoned connection last.
-            ConnectionEvent::Message(message) => !shared.take_answer(message),
-            ConnectionEvent::Interrupted | ConnectionEvent::Resumed => false,
-            ConnectionEvent::Lost(e) => {
-                tracing::info!(endpoint = shared.endpoint, error = %e, "connection lost");
-                true
-            }
-        };
-        if lost {
-            shared.lock().connection = None;
-            drop(resend.take());
-            shared.wait_for_need().await;
-            let (connection, again) = shared.reconnect().await;
-            shared.lock().number += 1;
-            incoming = again;
-            resend = Some(Box::pin(shared.resend(connection)));
-        }
-    }
 }
 
 #[cfg(test)]
@@ -549,12 +606,20 @@ mod tests {
     use base::BoxFuture;
     use base::block::Payload;
     use base::mem::ArenaBuf;
-    use messenger::{BulkRegion, BulkSink, BulkSource, PeerInfo, Pulled};
+    use messenger::{BulkRegion, BulkSink, BulkSource, Limits, PeerInfo, Pulled};
     use wire::{BulkDescriptor, Data, ObjectRequest};
 
     use super::super::chunks::BlockWindow;
     use super::super::pending::Bulk;
     use super::*;
+
+    const LIMITS: Limits = Limits {
+        max_header: 1 << 10,
+        max_inline: 1 << 10,
+        max_bulk: 1 << 10,
+        eager: 1 << 10,
+        one_sided: false,
+    };
 
     /// A connection that refuses all offers of memory.
     struct Refusing;
@@ -612,15 +677,18 @@ mod tests {
             data: Data::None,
         }));
         let refusing: Arc<dyn Connection> = Arc::new(Refusing);
-        for (sent_on, unknown) in [(0, false), (1, true)] {
+        for (was_sent, unknown) in [(false, false), (true, true)] {
             let mut pending = PendingRequest::new(
                 body.clone(),
                 Bulk::Read { window: BlockWindow::new(0, 1, None), pushed: true },
                 Instant::now(),
             );
-            pending.sent_on = sent_on;
-            let mut state = State { number: 2, pending: [(1, pending)].into(), ..State::new() };
-            let Err(error) = state.message(1, &refusing) else { panic!("nothing can be offered") };
+            pending.was_sent = was_sent;
+            let session = SessionId::new(SessionId::FIRST_GENERATION, 1, 1);
+            let routes = Routes::new("node:1", 0, vec![1]).unwrap();
+            let mut state = State::new(session, routes, Links::new(LIMITS));
+            state.pending.insert(1, pending);
+            let Err(error) = state.message(1, &refusing, 2) else { panic!("nothing can be offered") };
             assert_eq!(error.may_have_taken_effect(), unknown, "{error}");
             assert!(error.to_string().contains("bulk transfer refused"), "{error}");
         }

@@ -1,0 +1,162 @@
+//! [`Links`]: the session's shard links. A shard link is the client's way to one shard of the osd:
+//! one connection after the other.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use messenger::{Connection, Limits};
+use tokio::sync::Notify;
+
+/// A connection of a shard link.
+struct ShardConnection {
+    connection: Arc<dyn Connection>,
+    number: u64,
+    /// Whether callers may send on the connection. They wait until the link's task has sent all
+    /// requests that were waiting for the connection.
+    is_ready: bool,
+}
+
+#[derive(Default)]
+struct ShardLink {
+    /// `None` while the link has no connection.
+    connection: Option<ShardConnection>,
+    /// Whether the link's task must connect, even if no request needs the link.
+    is_asked: bool,
+    /// Wakes the link's task.
+    wake: Arc<Notify>,
+}
+
+/// A connection on which a request can be sent.
+pub(crate) struct ReadyConnection {
+    pub(crate) connection: Arc<dyn Connection>,
+    /// Number of the connection, unique among all connections of the session and at least 1.
+    pub(crate) number: u64,
+}
+
+/// The shard links of a session. The number of links never shrinks: if a restarted osd has fewer
+/// shards, the links of the other shards wait until the osd has these shards again.
+pub(crate) struct Links {
+    links: Vec<ShardLink>,
+    /// Number of connections so far.
+    connections: u64,
+    /// Limits of the newest connection.
+    limits: Limits,
+}
+
+impl Links {
+    /// Creates a table without links. `limits` are the limits of the session's first connection.
+    pub(crate) fn new(limits: Limits) -> Links {
+        Links { links: Vec::new(), connections: 0, limits }
+    }
+
+    /// Adds the missing links to `shards` shards, and returns their shards.
+    pub(crate) fn add_missing(&mut self, shards: u16) -> Range<u16> {
+        let before = self.links.len() as u16;
+        if shards > before {
+            self.links.resize_with(usize::from(shards), ShardLink::default);
+        }
+        before..shards.max(before)
+    }
+
+    /// Gives a link its next connection. Returns the connection's number. Callers may use the
+    /// connection once it is [ready](Links::set_ready).
+    pub(crate) fn attach(&mut self, shard: u16, connection: Arc<dyn Connection>) -> u64 {
+        self.connections += 1;
+        self.limits = connection.limits();
+        let link = self.link_mut(shard);
+        assert!(link.connection.is_none(), "a link has one connection at a time");
+        link.is_asked = false;
+        let number = self.connections;
+        self.link_mut(shard).connection = Some(ShardConnection { connection, number, is_ready: false });
+        number
+    }
+
+    /// Removes a link's connection with this number. Returns `false` if the link has it no longer.
+    pub(crate) fn detach(&mut self, shard: u16, number: u64) -> bool {
+        let is_attached = self.is_attached(shard, number);
+        if is_attached {
+            self.link_mut(shard).connection = None;
+        }
+        is_attached
+    }
+
+    /// Removes a link's connection, and returns it.
+    pub(crate) fn take(&mut self, shard: u16) -> Option<Arc<dyn Connection>> {
+        self.link_mut(shard).connection.take().map(|attached| attached.connection)
+    }
+
+    /// Removes all connections, and asks the links to connect again.
+    pub(crate) fn detach_all(&mut self) {
+        for link in &mut self.links {
+            link.connection = None;
+            link.is_asked = true;
+            link.wake.notify_one();
+        }
+    }
+
+    /// Returns whether this is the link's current connection.
+    pub(crate) fn is_attached(&self, shard: u16, number: u64) -> bool {
+        self.link(shard).connection.as_ref().is_some_and(|attached| attached.number == number)
+    }
+
+    /// Lets callers send on a link's connection.
+    pub(crate) fn set_ready(&mut self, shard: u16) {
+        if let Some(attached) = &mut self.link_mut(shard).connection {
+            attached.is_ready = true;
+        }
+    }
+
+    /// Returns the ready connection to a shard; with `None`, to the first shard that has one.
+    pub(crate) fn ready(&self, shard: Option<u16>) -> Option<ReadyConnection> {
+        let ready = |link: &ShardLink| {
+            let attached = link.connection.as_ref().filter(|attached| attached.is_ready)?;
+            Some(ReadyConnection { connection: Arc::clone(&attached.connection), number: attached.number })
+        };
+        match shard {
+            Some(shard) => ready(self.link(shard)),
+            None => self.links.iter().find_map(ready),
+        }
+    }
+
+    /// Returns the limits of the connection to a shard. Without this connection, returns the limits
+    /// of the newest connection. All shards have the same limits, except that only some connections
+    /// may have one-sided transfers.
+    pub(crate) fn limits(&self, shard: Option<u16>) -> Limits {
+        let attached = shard.and_then(|shard| self.link(shard).connection.as_ref());
+        attached.map_or(self.limits, |attached| attached.connection.limits())
+    }
+
+    /// Wakes the task of the link to a shard; with `None`, the tasks of all links.
+    pub(crate) fn wake(&self, shard: Option<u16>) {
+        match shard {
+            Some(shard) => self.link(shard).wake.notify_one(),
+            None => self.links.iter().for_each(|link| link.wake.notify_one()),
+        }
+    }
+
+    /// Returns the signal that wakes a link's task.
+    pub(crate) fn signal(&self, shard: u16) -> Arc<Notify> {
+        Arc::clone(&self.link(shard).wake)
+    }
+
+    /// Asks all links without connection to connect.
+    pub(crate) fn ask_all(&mut self) {
+        for link in self.links.iter_mut().filter(|link| link.connection.is_none()) {
+            link.is_asked = true;
+            link.wake.notify_one();
+        }
+    }
+
+    /// Returns whether a link was asked to connect.
+    pub(crate) fn is_asked(&self, shard: u16) -> bool {
+        self.link(shard).is_asked
+    }
+
+    fn link(&self, shard: u16) -> &ShardLink {
+        &self.links[usize::from(shard)]
+    }
+
+    fn link_mut(&mut self, shard: u16) -> &mut ShardLink {
+        &mut self.links[usize::from(shard)]
+    }
+}
