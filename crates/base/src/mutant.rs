@@ -48,11 +48,14 @@ pub enum Mutant {
     ReadOvertakesWrite,
     /// The store executes a change although a change from which it was computed has failed.
     CommitDependentChange,
+    /// The osd looks for the result of an earlier attempt only among the results that the same shard
+    /// has recorded.
+    LookOnOldShard,
 }
 
 impl Mutant {
     /// All planted bugs.
-    pub const ALL: [Mutant; 18] = [
+    pub const ALL: [Mutant; 19] = [
         Mutant::AcknowledgeBeforeFlush,
         Mutant::DropRequestRecord,
         Mutant::SkipUndo,
@@ -71,6 +74,7 @@ impl Mutant {
         Mutant::AnswerBeforeDurable,
         Mutant::ReadOvertakesWrite,
         Mutant::CommitDependentChange,
+        Mutant::LookOnOldShard,
     ];
 
     /// The bug's name for command lines.
@@ -95,6 +99,7 @@ impl Mutant {
             Mutant::AnswerBeforeDurable => "answer-before-durable",
             Mutant::ReadOvertakesWrite => "read-overtakes-write",
             Mutant::CommitDependentChange => "commit-dependent-change",
+            Mutant::LookOnOldShard => "look-on-old-shard",
         }
     }
 }

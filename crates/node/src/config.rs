@@ -14,7 +14,7 @@ use messenger::{ReceiveQueueKind, StackChoice, StackOptions};
 use serde::Deserialize;
 use wire::{CodingMode, CodingOffload, Placement};
 
-use super::cpus::Cpus;
+use super::cpus::{Cpus, ShardCount};
 use super::debug::ChannelTuning;
 use super::machine_memory::machine_memory;
 use super::units::{ByteSize, MemoryAmount, OutOfRange, Period};
@@ -239,10 +239,16 @@ pub struct OsdSection {
     /// one), "any", or a list such as "2,4-7".
     #[config(default = "auto")]
     pub cpus: Cpus,
+    /// Number of shards of the osd: threads that divide placement groups, connections and the channel
+    /// among them. "auto" (one for each CPU of an osd that emulates or runs on a DPU, at most 16), or
+    /// 1 to 64. Shard n listens to the port of `listen` plus n.
+    #[config(default = "auto")]
+    pub shards: ShardCount,
     /// Memory for the data of reads, and of writes that the osd pulls from clients. When this memory
     /// is used up, these requests wait. At least 8MiB, a multiple of 4MiB. Writes of up to 256KiB
     /// contain their data and use other memory: per connection, up to 256KiB for each of the
-    /// requests that are executed (osd.requests_per_connection), and 4MiB for waiting requests.
+    /// requests that are executed (osd.requests_per_connection), and 4MiB for waiting requests. The
+    /// shards divide this memory; each has at least 8MiB.
     #[config(default = "128MiB", validate(within(staging.0, 8 * MIB, 1 << 40) && staging.0.is_multiple_of(4 * MIB), "must be 8MiB to 1TiB, a multiple of 4MiB"))]
     pub staging: ByteSize,
     /// How long a request waits for a store that restarts, or for an unresponsive target that the

@@ -2,6 +2,7 @@
 
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use serde::Deserialize;
+use wire::limits::MAX_SHARDS;
 
 /// Upper bound of CPU numbers, exclusive.
 const MAX_CPUS: usize = CpuSet::MAX_CPU;
@@ -19,6 +20,56 @@ pub enum Cpus {
     Any,
     /// The listed CPUs.
     These(CpuSet),
+}
+
+/// Number of shards of an osd: "auto" or a number.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(try_from = "ShardCountText")]
+pub enum ShardCount {
+    /// One for each CPU of the DPU's side, at most 16.
+    Auto,
+    /// This number, 1 to [`MAX_SHARDS`].
+    Fixed(u16),
+}
+
+/// A number of shards as written in the configuration.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum ShardCountText {
+    Number(u64),
+    Text(String),
+}
+
+impl TryFrom<ShardCountText> for ShardCount {
+    type Error = String;
+
+    fn try_from(text: ShardCountText) -> Result<ShardCount, String> {
+        let number = match &text {
+            ShardCountText::Text(text) if text == "auto" => return Ok(ShardCount::Auto),
+            ShardCountText::Text(text) => text.parse().ok(),
+            ShardCountText::Number(number) => Some(*number),
+        };
+        let number = number.and_then(|number| u16::try_from(number).ok());
+        let number = number.filter(|number| (1..=MAX_SHARDS).contains(number));
+        number.map(ShardCount::Fixed).ok_or_else(|| format!("must be \"auto\" or 1 to {MAX_SHARDS}"))
+    }
+}
+
+impl ShardCount {
+    /// Returns the number of shards. `cpus` are the CPUs of the osd: [`ShardCount::Auto`] counts those
+    /// of the DPU's side. Call this before the process is restricted to the CPUs.
+    ///
+    /// # Errors
+    /// If the operating system does not report which CPUs the calling thread may use.
+    pub fn resolve(self, cpus: Cpus) -> std::io::Result<u16> {
+        let set = match (self, cpus) {
+            (ShardCount::Fixed(number), _) => return Ok(number),
+            (ShardCount::Auto, Cpus::These(set)) => set,
+            (ShardCount::Auto, Cpus::Any) => sched_getaffinity(None)?,
+            (ShardCount::Auto, Cpus::Auto) => of_side(ChannelSide::Dpu, &sched_getaffinity(None)?),
+        };
+        Ok((set.count() as usize).clamp(1, MAX_DPU) as u16)
+    }
 }
 
 /// A side of the host–DPU channel.
@@ -140,6 +191,21 @@ mod tests {
         for text in ["", "x", "3-1", "1,,2", "-1", "0-99999"] {
             assert!(Cpus::try_from(text.to_owned()).is_err(), "{text}");
         }
+    }
+
+    #[test]
+    fn the_number_of_shards_is_auto_or_a_number_in_range() {
+        let parse = |text: &str| toml::from_str::<std::collections::BTreeMap<String, ShardCount>>(text);
+        let shards = |text: &str| parse(text).unwrap()["shards"];
+        assert_eq!(shards("shards = 4"), ShardCount::Fixed(4));
+        assert_eq!(shards("shards = \"64\""), ShardCount::Fixed(64));
+        assert_eq!(shards("shards = \"auto\""), ShardCount::Auto);
+        for text in ["0", "65", "-1", "\"many\"", "\"\""] {
+            assert!(parse(&format!("shards = {text}")).is_err(), "{text}");
+        }
+        let Cpus::These(set) = Cpus::try_from("0-2".to_owned()).unwrap() else { panic!("a list") };
+        assert_eq!(ShardCount::Auto.resolve(Cpus::These(set)).unwrap(), 3);
+        assert_eq!(ShardCount::Fixed(5).resolve(Cpus::Any).unwrap(), 5);
     }
 
     #[test]

@@ -129,7 +129,8 @@ pub struct Controls {
 struct Tunable {
     configured: ChannelTuning,
     current: ChannelTuning,
-    tune: Tune,
+    /// One function for each shard.
+    tune: Vec<Tune>,
 }
 
 impl std::fmt::Debug for Controls {
@@ -144,11 +145,16 @@ impl Controls {
         &self.faults
     }
 
-    /// Makes the role tunable from now on. The channel has the tuning `configured`, and `tune`
-    /// applies another tuning.
+    /// Makes a shard of the role tunable from now on. The channel has the tuning `configured`, and
+    /// `tune` applies another tuning to the shard's part of the channel.
     pub fn tune_with(&self, configured: ChannelTuning, tune: Tune) {
-        let tunable = Tunable { configured, current: configured, tune };
-        *self.tuned.lock().unwrap_or_else(PoisonError::into_inner) = Some(tunable);
+        let mut tuned = self.tuned.lock().unwrap_or_else(PoisonError::into_inner);
+        let fresh = Tunable { configured, current: configured, tune: Vec::new() };
+        let tunable = tuned.get_or_insert(fresh);
+        if tunable.current != configured {
+            tune(tunable.current);
+        }
+        tunable.tune.push(tune);
     }
 
     fn answer(&self, request: DebugRequest) -> DebugAnswer {
@@ -178,7 +184,7 @@ impl Controls {
         let tunable = tuned.as_mut().ok_or(TuneError::NothingToTune)?;
         wanted.check()?;
         tracing::warn!(?wanted, "the tuning of the channel has changed");
-        (tunable.tune)(wanted);
+        tunable.tune.iter().for_each(|tune| tune(wanted));
         tunable.current = wanted;
         Ok(())
     }

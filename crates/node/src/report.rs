@@ -292,11 +292,24 @@ pub struct OsdReport {
     pub staging_least_free: u64,
     /// Breakdown of request times since the osd's start.
     pub times: client::RequestTimes,
-    /// Time that the osd's thread has spent in tasks, in ns, by class of task.
+    /// Time that the osd's threads have spent in tasks, in ns, by class of task.
     pub thread_ns: client::ThreadTimes,
+    /// The osd's shards.
+    pub shards: Vec<client::ShardStatus>,
 }
 
 impl OsdReport {
+    /// Describes the shards: their number, and the part of each in the work.
+    fn shards_line(&self) -> String {
+        let work = |shard: &client::ShardStatus| {
+            let times = shard.thread_ns;
+            times.messenger + times.osd + times.channel
+        };
+        let all: u64 = self.shards.iter().map(work).sum::<u64>().max(1);
+        let parts = self.shards.iter().map(|shard| format!("{}%", (work(shard) * 100 + all / 2) / all));
+        format!("{}, with {} of the work", self.shards.len(), parts.collect::<Vec<_>>().join(", "))
+    }
+
     fn network(&self) -> String {
         let paths: Vec<String> =
             self.paths.iter().map(|path| format!(", {} at {}", path.name, path.endpoint)).collect();
@@ -435,6 +448,7 @@ impl NodeReport {
             staging_least_free: answer.staging.least_free_bytes,
             times: answer.times,
             thread_ns: answer.thread_ns,
+            shards: answer.shards,
         });
         self.pools = answer.pools.into_iter().map(|pool| PoolReport::of(pool, &answer.health)).collect();
         self.problems.extend(self.pools.iter().filter_map(PoolReport::problem));
@@ -561,6 +575,9 @@ impl Display for NodeReport {
         )?;
         if let Some(osd) = &self.osd {
             writeln!(f, "network    {}", osd.network())?;
+            if osd.shards.len() > 1 {
+                writeln!(f, "shards     {}", osd.shards_line())?;
+            }
         }
         if let Some(o) = &self.offload {
             let since = format!("{} failures, {} recoveries", o.health.failures, o.health.recoveries);

@@ -1,6 +1,7 @@
 //! The part of a node that handles requests: an osd that uses stores in this process, or stores in
 //! another process through an attachment.
 
+use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
@@ -9,15 +10,16 @@ use base::fault::Faults;
 use base::mem::Arena;
 use base::pool::BufferPool;
 use channel::ofi::{OfiEngine, OfiOptions};
-use channel::{DmaEngine, Profile, ShmEngine, ShmOptions};
-use messenger::UseAs;
-use osd::{OffloadSource, OsdConfig, OsdServer, StripesAt};
+use channel::{DmaEngine, MemoryLayout, Profile, SeatClaim, ShmEngine, ShmOptions};
+use messenger::{NetworkStack, UseAs};
+use osd::{FirstShard, FurtherShard, OffloadSource, OsdConfig, ShardResources, StripesAt};
 use proxy::{Attachment, AttachmentOptions, StoreEndpoint};
 use store::ObjectStore;
 use store::stripes::Engines;
 use tokio::sync::oneshot;
 use uuid::Uuid;
 use wire::Placement;
+use wire::limits::MAX_SHARDS;
 
 use super::announce::Ready;
 use super::coding;
@@ -36,7 +38,15 @@ const SEGMENTS: usize = 3;
 /// UUIDs and stores of the targets.
 pub type Targets = Vec<(Uuid, Arc<dyn ObjectStore>)>;
 
+/// Unit of the memory that the shards divide, in bytes.
+const UNIT: u64 = LARGEST_BUFFER as u64;
+/// Minimum of staging memory, and of host memory for payload, of one shard, in bytes.
+const LEAST_MEMORY: u64 = 8 << 20;
+/// Minimum number of unanswered requests that one shard may send to the store.
+const LEAST_OUTSTANDING: usize = 64;
+
 /// Location of the stores.
+#[derive(Clone)]
 pub enum Stores {
     /// In this process, with the engines that compute parity.
     Here(Targets, Arc<Engines>),
@@ -44,7 +54,48 @@ pub enum Stores {
     Behind(StoreEndpoint),
 }
 
-/// The resources of an osd: its stores, staging memory, and the engine that moves payload.
+/// What all shards of an osd have in common.
+#[derive(Clone)]
+pub struct Common {
+    /// Location of the stores.
+    pub stores: Stores,
+    /// The configuration of the node.
+    pub config: Arc<Config>,
+    /// Settings that can change while the role runs.
+    pub controls: Controls,
+    /// The node that the targets must belong to.
+    pub expected: ExpectedNode,
+    /// Identifies this run of the osd to the store.
+    pub run: u128,
+    /// Number of shards.
+    pub shards: u16,
+}
+
+impl Common {
+    /// Returns a shard's part of memory that the shards divide, in bytes. With several shards, it is
+    /// a multiple of 4 MiB.
+    fn part(&self, total: u64) -> u64 {
+        if self.shards == 1 {
+            return total;
+        }
+        (total / u64::from(self.shards) / UNIT * UNIT).max(LEAST_MEMORY)
+    }
+
+    fn outstanding(&self) -> usize {
+        (self.config.channel.requests / usize::from(self.shards)).max(LEAST_OUTSTANDING)
+    }
+}
+
+/// Returns the maximum host memory and the maximum number of unanswered requests of all shards of an
+/// osd that may have any number of shards. `layout` is the memory of an osd with one shard.
+pub fn store_limits(layout: MemoryLayout, requests: usize) -> (usize, usize) {
+    let shards = usize::from(MAX_SHARDS);
+    let rings = layout.len() - layout.data_len as usize;
+    let memory = layout.data_len as usize + shards * (rings + LEAST_MEMORY as usize);
+    (memory, requests + shards * LEAST_OUTSTANDING)
+}
+
+/// The resources of a shard: its stores, staging memory, and the engine that moves payload.
 struct Backend {
     targets: Targets,
     pool: BufferPool,
@@ -57,11 +108,11 @@ struct Backend {
 }
 
 impl Backend {
-    async fn open(stores: Stores, config: &Config, controls: &Controls) -> Result<Backend> {
-        match stores {
+    async fn open(common: &Common, number: u16) -> Result<Backend> {
+        let staging = common.part(common.config.osd.staging.0) as usize;
+        match common.stores.clone() {
             Stores::Here(targets, engines) => {
-                let arena =
-                    Arena::anonymous(config.osd.staging.0 as usize).doing("reserving staging memory")?;
+                let arena = Arena::anonymous(staging).doing("reserving staging memory")?;
                 Ok(Backend {
                     targets,
                     pool: BufferPool::new(arena, 0, LARGEST_BUFFER),
@@ -72,13 +123,14 @@ impl Backend {
                     attachment: None,
                 })
             }
-            Stores::Behind(endpoint) => Backend::join(endpoint, config, controls).await,
+            Stores::Behind(endpoint) => Backend::join(endpoint, common, number, staging).await,
         }
     }
 
-    async fn join(endpoint: StoreEndpoint, config: &Config, controls: &Controls) -> Result<Backend> {
+    async fn join(endpoint: StoreEndpoint, common: &Common, number: u16, staging: usize) -> Result<Backend> {
+        let config = &common.config;
         let channel = &config.channel;
-        let faults = controls.faults().clone();
+        let faults = common.controls.faults().clone();
         let mut options = AttachmentOptions {
             engine: Some(start_engine(channel, &faults).doing("starting the DMA engine")?),
             overdue: channel.overdue.0,
@@ -86,12 +138,13 @@ impl Backend {
             verify_every: channel.verify_every,
             tuning: attachment_tuning(channel.tuning()),
             faults,
-            outstanding: config.channel.requests,
+            outstanding: common.outstanding(),
+            seat: SeatClaim { osd: common.run, seat: number, seats: common.shards },
             wait_for_store: config.osd.store_patience.0,
             ..AttachmentOptions::default()
         };
-        options.memory.layout.data_len = config.channel.window.0;
-        options.memory.pool_len = config.osd.staging.0 as usize;
+        options.memory.layout.data_len = common.part(config.channel.window.0);
+        options.memory.pool_len = staging;
         options.memory.largest_buffer = LARGEST_BUFFER;
         let attachment = Attachment::connect(endpoint, options).await.doing("attaching to the store")?;
         let store = |(index, info): (usize, &channel::TargetInfo)| {
@@ -139,27 +192,17 @@ fn segments(tuning: ChannelTuning) -> usize {
     if tuning.pipeline { SEGMENTS } else { 1 }
 }
 
-/// Serves clients on this thread, which must be in a `LocalSet`, until `stop` resolves. `started`
-/// receives the address for clients, or the reason why serving cannot start.
-///
-/// # Errors
-/// If the store has restarted with different targets. A new process must serve these targets.
-pub async fn serve(
-    stores: Stores,
-    config: Arc<Config>,
-    listen: String,
-    controls: Controls,
-    expected: ExpectedNode,
-    started: oneshot::Sender<Result<Ready>>,
-    stop: impl Future<Output = ()>,
-) -> Result<()> {
-    let backend = match Backend::open(stores, &config, &controls).await {
-        Ok(backend) => backend,
-        Err(failure) => {
-            let _ = started.send(Err(failure));
-            return Ok(());
-        }
-    };
+/// A shard whose resources are open.
+struct OpenShard {
+    backend: Backend,
+    resources: ShardResources,
+    stack: Arc<dyn NetworkStack>,
+}
+
+/// Opens the resources of a shard.
+async fn open(common: &Common, number: u16) -> Result<OpenShard> {
+    let config = &common.config;
+    let backend = Backend::open(common, number).await?;
     let tuning = config.channel.tuning();
     let in_flight = Arc::new(AtomicUsize::new(segments(tuning)));
     if let Some(attachment) = backend.attachment.clone() {
@@ -168,15 +211,15 @@ pub async fn serve(
             in_flight.store(segments(tuning), Ordering::Relaxed);
             attachment.tune(attachment_tuning(tuning));
         };
-        controls.tune_with(tuning, Box::new(tune));
+        common.controls.tune_with(tuning, Box::new(tune));
     }
     let offload = backend
         .attachment
         .clone()
         .map(|attachment| OffloadSource(Arc::new(move || attachment.status().offload)));
-    let faults = controls.faults().clone();
+    let faults = common.controls.faults().clone();
     let osd_config = OsdConfig {
-        coding: coding::osd_config(&config, backend.placement, backend.stripes.clone(), faults),
+        coding: coding::osd_config(config, backend.placement, backend.stripes.clone(), faults),
         segments_in_flight: in_flight,
         offload,
         placement: backend.placement,
@@ -190,20 +233,84 @@ pub async fn serve(
         missed_objects_per_pg: config.osd.missed_objects_per_pg,
         session_expiry: config.osd.session_expiry.0,
         witness: Some(WitnessFile::at(config.osd.witness.as_ref())),
-        forgotten: expected.forgotten,
-        node: expected.node,
+        forgotten: common.expected.forgotten.clone(),
+        node: common.expected.node,
         orphan_grace: config.osd.orphan_grace.0,
         collect_interval: config.osd.collect_interval.0,
         requests_per_connection: config.osd.requests_per_connection,
         sessions: config.osd.sessions,
         ..OsdConfig::default()
     };
+    let mut options = config.network.options();
+    options.connection.max_connections = config.osd.sessions;
+    options.connection.max_handshakes = config.osd.handshakes;
+    let stack =
+        messenger::open(&config.network.stacks, &options, UseAs::Server).doing("opening the network")?;
+    let (targets, staging) = (backend.targets.clone(), backend.pool.clone());
+    let resources = ShardResources { config: osd_config, targets, staging };
+    Ok(OpenShard { backend, resources, stack })
+}
+
+impl Backend {
+    /// Resolves when the store has restarted with different targets. A new process must serve them.
+    async fn superseded(&self) {
+        match &self.attachment {
+            Some(attachment) => attachment.superseded().await,
+            None => std::future::pending().await,
+        }
+    }
+
+    /// Runs `serve` with a future that resolves when the shard must stop.
+    ///
+    /// # Errors
+    /// If the store has restarted with different targets.
+    async fn until_stopped(
+        &self,
+        stop: impl Future<Output = ()>,
+        serve: impl AsyncFnOnce(std::pin::Pin<&mut dyn Future<Output = ()>>),
+    ) -> Result<()> {
+        let is_superseded = Cell::new(false);
+        let stop = async {
+            tokio::select! {
+                () = stop => {}
+                () = self.superseded() => is_superseded.set(true),
+            }
+        };
+        let mut stop = std::pin::pin!(stop);
+        serve(stop.as_mut()).await;
+        if is_superseded.get() {
+            let why = "the store has restarted with different targets; the osd restarts to use them";
+            return Err(Failure::new("serving clients", why));
+        }
+        Ok(())
+    }
+}
+
+/// Serves clients on the first shard, on this thread, which must be in a `LocalSet`, until `stop`
+/// resolves. `started` receives the address for clients, or the reason why serving cannot start.
+///
+/// # Errors
+/// If the store has restarted with different targets. A new process must serve these targets.
+pub async fn serve(
+    shard: FirstShard,
+    common: Common,
+    listen: String,
+    started: oneshot::Sender<Result<Ready>>,
+    stop: impl Future<Output = ()>,
+) -> Result<()> {
+    let OpenShard { backend, resources, stack } = match open(&common, 0).await {
+        Ok(opened) => opened,
+        Err(failure) => {
+            let _ = started.send(Err(failure));
+            return Ok(());
+        }
+    };
     let ready = |result: std::result::Result<osd::OsdStarted, osd::StartError>| {
-        let ready = result.map(|started| Ready {
-            endpoint: Some(started.endpoint),
-            node: Some(started.node),
-            numbered: started.targets,
-            engine: Some(backend.engine),
+        let ready = result.map(|osd| Ready {
+            endpoint: Some(osd.endpoint),
+            node: Some(osd.node),
+            numbered: osd.targets,
+            engine: Some(backend.engine.clone()),
             emulated: backend.emulated,
             ..Ready::default()
         });
@@ -211,33 +318,19 @@ pub async fn serve(
         // meanwhile.
         let _ = started.send(ready.map_err(|e| Failure::new(format!("starting the osd at {listen}"), e)));
     };
-    let mut options = config.network.options();
-    options.connection.max_connections = config.osd.sessions;
-    options.connection.max_handshakes = config.osd.handshakes;
-    let stack = match messenger::open(&config.network.stacks, &options, UseAs::Server) {
-        Ok(stack) => stack,
-        Err(e) => {
-            ready(Err(e.into()));
-            return Ok(());
-        }
-    };
-    let mut is_superseded = false;
-    let stop = async {
-        let superseded = async {
-            match &backend.attachment {
-                Some(attachment) => attachment.superseded().await,
-                None => std::future::pending().await,
-            }
-        };
-        tokio::select! {
-            () = stop => {}
-            () = superseded => is_superseded = true,
-        }
-    };
-    OsdServer::serve(osd_config, backend.targets, backend.pool, stack, &listen, ready, stop).await;
-    if is_superseded {
-        let why = "the store has restarted with different targets; the osd restarts to use them";
-        return Err(Failure::new("serving clients", why));
-    }
-    Ok(())
+    backend.until_stopped(stop, async |stop| shard.serve(resources, stack, &listen, ready, stop).await).await
+}
+
+/// Serves clients on a further shard, as [`serve`] does.
+///
+/// # Errors
+/// If the shard's resources cannot be opened, or the store has restarted with different targets.
+pub async fn serve_further(
+    number: u16,
+    shard: FurtherShard,
+    common: Common,
+    stop: impl Future<Output = ()>,
+) -> Result<()> {
+    let OpenShard { backend, resources, stack } = open(&common, number).await?;
+    backend.until_stopped(stop, async |stop| shard.serve(resources, stack, stop).await).await
 }

@@ -7,18 +7,17 @@ use std::time::Duration;
 use wire::{AdminReply, AdminRequest, Error, Result};
 
 use crate::osd::Osd;
-use crate::request::RequestContext;
+use crate::shard::{Shard, share_of_rate};
 use crate::status;
 
 impl Osd {
-    /// Executes an administrative request. A retry may find that an earlier attempt has already
+    /// Executes an administrative request. `is_repeated` says whether the request is a retry. A retry may find that an earlier attempt has already
     /// created or removed the pool; the retry then succeeds.
     pub(crate) async fn administer(
         self: &Rc<Osd>,
-        request: &RequestContext,
         body: AdminRequest,
+        is_repeated: bool,
     ) -> Result<AdminReply> {
-        let is_repeated = request.head.retry;
         match body {
             AdminRequest::PoolCreate { name, pg_count, redundancy } => {
                 match self.create_pool(&name, pg_count, redundancy).await {
@@ -37,14 +36,23 @@ impl Osd {
                 return Ok(AdminReply::Loss(self.forget_target(index, accept_loss).await?));
             }
             AdminRequest::Scrub { pool, start, repair } => {
-                return Ok(AdminReply::Scrub(Box::new(self.scrub(&pool, start, repair)?)));
+                return Ok(AdminReply::Scrub(Box::new(self.scrub(&pool, start, repair).await?)));
             }
-            AdminRequest::SetRebuildRate(rate) => self.pace.set_rate(rate),
-            AdminRequest::SetCodingMode(mode) => self.coding.set_mode(mode)?,
-            AdminRequest::Status => return Ok(AdminReply::Status(Box::new(status::status(self).await))),
+            AdminRequest::SetRebuildRate(rate) => {
+                let set = self.shard.tell_each(move |shard| {
+                    shard.pace.set_rate(share_of_rate(rate, shard.share));
+                });
+                set.await?;
+            }
+            AdminRequest::SetCodingMode(mode) => {
+                let set = self.shard.each(async move |shard: Rc<Shard>| shard.coding.set_mode(mode)).await?;
+                set.into_iter().collect::<Result<()>>()?;
+            }
+            AdminRequest::Status => return Ok(AdminReply::Status(Box::new(status::status(self).await?))),
             AdminRequest::CollectOrphans { older_than_ms } => {
                 let grace = Duration::from_millis(older_than_ms);
-                return Ok(AdminReply::Collected(self.collect_orphans(grace).await));
+                let removed = self.shard.each(move |shard| shard.collect_orphans(grace)).await?;
+                return Ok(AdminReply::Collected(removed.into_iter().sum()));
             }
             other => return Err(Error::BadRequest(format!("{other:?} is not supported"))),
         }

@@ -17,9 +17,9 @@ use store::{ObjectId, Op, StoreCalls, StoreError, Transaction};
 use crate::fail::{Fail, StepResult, refusal};
 use crate::ids;
 use crate::object::{INFO_XATTR, ObjectInfo};
-use crate::osd::Osd;
 use crate::patience::in_turn;
 use crate::pool::ObjectLocation;
+use crate::shard::Shard;
 
 /// The two sizes of an object, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -86,7 +86,7 @@ pub fn inspect_object(oid: &ObjectId, size: u64, xattrs: &BTreeMap<Bytes, Bytes>
     Some(format!("object \"{}\": {}; {advice}", name.object.escape_default(), sizes.describe()))
 }
 
-impl Osd {
+impl Shard {
     /// Compares the recorded size of a user's object with the stored size. With `repair`, sets the
     /// stored size to the recorded size if the missing bytes are certain to be zeros.
     ///

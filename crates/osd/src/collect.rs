@@ -6,53 +6,62 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use store::{StoreCalls, StoreError};
-use wire::{Manifest, PartId, UploadId};
+use wire::{Error, PartId, UploadId};
 
 use crate::fail::{Fail, StepResult, refusal};
 use crate::ids::{self, StoredName};
 use crate::list::{after, objects};
 use crate::object::{COMMITTED_XATTR, INFO_XATTR, ObjectInfo};
-use crate::osd::Osd;
 use crate::patience::{in_turn, info_of, patiently};
 use crate::pg::{Expiry, Pg};
 use crate::pool::{ActivePool, ObjectLocation};
+use crate::shard::Shard;
 
 /// Number of object ids that the collector checks between two pauses.
 const STEP: usize = 256;
 /// Length of each pause, which gives users' requests priority.
 const PAUSE: Duration = Duration::from_millis(5);
 
-/// The uploads that a head object refers to.
-struct Head {
-    /// Upload in the current manifest of the head object.
-    named: Option<UploadId>,
-    /// Upload of the last manifest that was committed to the head object, even if the object has no
-    /// manifest now.
-    committed: Option<UploadId>,
+/// What a head object has to do with an upload.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum UploadUse {
+    /// The head object's manifest names the upload.
+    Current,
+    /// The upload was the last one that was committed to the head object, and its manifest was
+    /// removed since.
+    Former,
+    /// The head object does not refer to the upload.
+    None,
 }
 
-impl Osd {
-    /// Runs the collector until the osd stops.
-    pub(crate) async fn collect_for_ever(self: Rc<Osd>) {
+/// A head object, for a query on the shard that serves it.
+struct HeadName {
+    pool: String,
+    pool_id: u32,
+    namespace: String,
+    object: String,
+}
+
+impl Shard {
+    /// Runs the collector of the shard's placement groups until the osd stops.
+    pub(crate) async fn collect_for_ever(self: Rc<Shard>) {
         loop {
             tokio::time::sleep(self.config.collect_interval).await;
             let grace = self.config.orphan_grace;
             // Clients that were connected before this start of the osd need time to reconnect.
             if self.age.ran() >= grace {
-                self.collect_orphans(grace).await;
+                Rc::clone(&self).collect_orphans(grace).await;
             }
             self.expire_sessions().await;
-            self.save_age().await;
         }
     }
 
-    /// Removes orphans. Returns the number of removed parts. A part is an orphan if its upload was
+    /// Removes orphans from the shard's placement groups. Returns the number of removed parts. A part is an orphan if its upload was
     /// committed and then replaced. A part is also an orphan if it is at least `grace` old and its
     /// uploader has been disconnected for at least `grace`.
-    pub(crate) async fn collect_orphans(&self, grace: Duration) -> u64 {
-        let pools: Vec<Rc<ActivePool>> = self.pools.borrow().values().cloned().collect();
+    pub(crate) async fn collect_orphans(self: Rc<Self>, grace: Duration) -> u64 {
         let mut removed = 0;
-        for pool in pools.iter().filter(|pool| !pool.closed.get()) {
+        for pool in &self.pools.all_open() {
             for pg in &pool.pgs {
                 let place = ObjectLocation { pg: Rc::clone(pg), oid: ids::meta_object() };
                 match self.collect_group(pool, &place, grace).await {
@@ -68,7 +77,7 @@ impl Osd {
     }
 
     async fn collect_group(
-        &self,
+        self: &Rc<Self>,
         pool: &ActivePool,
         place: &ObjectLocation,
         grace: Duration,
@@ -82,7 +91,7 @@ impl Osd {
                 if let Some(part) = name.part
                     && self.is_orphan(pool, &name, part, grace).await?
                 {
-                    let place = pool.place(name.namespace, name.object, Some(&part));
+                    let place = pool.place(name.namespace, name.object, Some(&part))?;
                     self.remove_object(&place, name.object).await?;
                     removed += 1;
                 }
@@ -98,28 +107,60 @@ impl Osd {
     /// Returns whether a part is an orphan: its head object does not refer to its upload, and never
     /// will.
     async fn is_orphan(
-        &self,
+        self: &Rc<Self>,
         pool: &ActivePool,
         name: &StoredName<'_>,
         part: PartId,
         grace: Duration,
     ) -> StepResult<bool> {
-        let head_place = pool.place(name.namespace, name.object, None);
-        let names = |manifest: Option<Manifest>| manifest.is_some_and(|m| m.upload == part.upload);
-        // For an object in use, the cached record saves one query to the store per part.
-        if names(info_of(&head_place, self.config.store_patience).await?.and_then(|info| info.manifest)) {
-            return Ok(false);
+        let head = HeadName {
+            pool: pool.record.name.clone(),
+            pool_id: pool.record.id,
+            namespace: name.namespace.to_owned(),
+            object: name.object.to_owned(),
+        };
+        let owner = pool.owner(name.namespace, name.object, None);
+        let used = self.on(owner, move |shard| shard.use_of(head, part.upload)).await;
+        match used.map_err(Error::from)?? {
+            UploadUse::Current => return Ok(false),
+            UploadUse::Former => return Ok(true),
+            UploadUse::None => {}
         }
-        let head = self.head_of(&head_place).await?;
-        if head.named == Some(part.upload) {
-            return Ok(false);
-        }
-        let alive = || self.sessions.borrow().is_alive(part.upload.session, grace);
-        if head.committed == Some(part.upload) {
-            return Ok(true);
-        }
+        let alive = || self.presence.is_alive(part.upload.session, grace);
         // The client may reconnect while the collector checks the part.
         Ok(!alive() && self.is_old(pool, name, part, grace).await? && !alive())
+    }
+
+    /// Returns what a head object of this shard has to do with an upload.
+    async fn use_of(self: Rc<Self>, head: HeadName, upload: UploadId) -> StepResult<UploadUse> {
+        // If the pool is being removed, its parts are removed with it.
+        let pool = self.pools.get(&head.pool).filter(|pool| pool.record.id == head.pool_id);
+        let Some(pool) = pool else { return Ok(UploadUse::Current) };
+        let place = pool.place(&head.namespace, &head.object, None)?;
+        // For an object in use, the cached record saves one query to the store per part.
+        let info = info_of(&place, self.config.store_patience).await?;
+        if info.and_then(|info| info.manifest).is_some_and(|manifest| manifest.upload == upload) {
+            return Ok(UploadUse::Current);
+        }
+        in_turn(&place, self.config.store_patience, async |_, _| {
+            let xattrs = match place.pg.backing.get_xattrs(&place.pg.cid, &place.oid).await {
+                Ok(xattrs) => xattrs,
+                Err(StoreError::NoSuchObject(_)) => Vec::new(),
+                Err(e) => return Err(e.into()),
+            };
+            let find = |name| xattrs.iter().find(|(n, _)| *n == name).map(|(_, value)| value);
+            let info = find(INFO_XATTR).and_then(|bytes| ObjectInfo::decode(bytes));
+            let named = info.and_then(|info| info.manifest).map(|manifest| manifest.upload);
+            // The last manifest that was committed to the head object, even if the object has no
+            // manifest now.
+            let committed = find(COMMITTED_XATTR).and_then(|bytes| UploadId::from_bytes(bytes));
+            Ok(match (named, committed) {
+                (Some(named), _) if named == upload => UploadUse::Current,
+                (_, Some(committed)) if committed == upload => UploadUse::Former,
+                _ => UploadUse::None,
+            })
+        })
+        .await
     }
 
     async fn is_old(
@@ -129,7 +170,7 @@ impl Osd {
         part: PartId,
         grace: Duration,
     ) -> StepResult<bool> {
-        let part_place = pool.place(name.namespace, name.object, Some(&part));
+        let part_place = pool.place(name.namespace, name.object, Some(&part))?;
         let part_info = info_of(&part_place, self.config.store_patience).await?;
         let grace_ms = u64::try_from(grace.as_millis()).unwrap_or(u64::MAX);
         let now_ms = self.config.clock.now_ms();
@@ -139,31 +180,14 @@ impl Osd {
         Ok(part_info.is_some_and(|info| is_old(info.modified_ms)))
     }
 
-    /// Returns the uploads to which the durable state of a head object refers.
-    async fn head_of(&self, place: &ObjectLocation) -> StepResult<Head> {
-        in_turn(place, self.config.store_patience, async |_, _| {
-            let xattrs = match place.pg.backing.get_xattrs(&place.pg.cid, &place.oid).await {
-                Ok(xattrs) => xattrs,
-                Err(StoreError::NoSuchObject(_)) => Vec::new(),
-                Err(e) => return Err(e.into()),
-            };
-            let find = |name| xattrs.iter().find(|(n, _)| *n == name).map(|(_, value)| value);
-            let info = find(INFO_XATTR).and_then(|bytes| ObjectInfo::decode(bytes));
-            let committed = find(COMMITTED_XATTR).and_then(|bytes| UploadId::from_bytes(bytes));
-            Ok(Head { named: info.and_then(|info| info.manifest).map(|manifest| manifest.upload), committed })
-        })
-        .await
-    }
-
     /// Forgets sessions that are closed or have been idle for too long. The collector forgets a few
     /// sessions at a time, so that requests can run in between.
     async fn expire_sessions(&self) {
         let grace = self.config.session_expiry;
-        let alive = |session| self.sessions.borrow().is_alive(session, grace);
+        let alive = |session| self.presence.is_alive(session, grace);
         let idle_ms = u64::try_from(grace.as_millis()).unwrap_or(u64::MAX);
         let expiry = Expiry { idle_ms, alive: &alive };
-        let pools: Vec<Rc<ActivePool>> = self.pools.borrow().values().cloned().collect();
-        for pg in pools.iter().filter(|pool| !pool.closed.get()).flat_map(|pool| &pool.pgs) {
+        for pg in self.pools.all_open().iter().flat_map(|pool| &pool.pgs) {
             match self.expire_sessions_of(pg, &expiry).await {
                 Ok(()) => {}
                 Err(Fail::Lost(why)) => {
@@ -180,7 +204,7 @@ impl Osd {
     async fn expire_sessions_of(&self, pg: &Pg, expiry: &Expiry<'_>) -> StepResult<()> {
         let mut expired = pg.expired(expiry).await?;
         while !expired.is_empty() {
-            let living = || self.sessions.borrow().living(self.config.session_expiry);
+            let living = || self.presence.living(self.config.session_expiry);
             let count = pg.expire_some(&mut expired, expiry, living).await?;
             metrics::counter!("outboard_osd_sessions_expired_total").increment(count as u64);
             tokio::time::sleep(PAUSE).await;

@@ -2,7 +2,9 @@
 //! benchmarks. The osd keeps no durable state of its own: the stores keep all of it. Each change
 //! updates an object's data and all related state in one transaction.
 //!
-//! [`OsdServer::start`] runs an osd on its own thread. These are the main modules:
+//! An osd consists of [`shards`], each with its own thread and its share of the placement groups
+//! (`shard`). The first shard also has the state of the whole osd (`osd`). The shards exchange
+//! messages (`mailbox`), but not for requests on single objects. These are the other main modules:
 //!
 //! - `serve` decodes each request, finds its session and sends the reply.
 //! - `gather` pulls a write's data into staging memory and stages the data in the store.
@@ -17,9 +19,9 @@
 //!   pools.
 //! - `collect` removes orphans and expired results.
 //!
-//! One thread owns all state of an osd, so the state needs no locks. The osd reaches the store only
-//! through [`ObjectStore`](store::ObjectStore). The store may therefore run in the same process or
-//! behind the host–DPU channel.
+//! One thread owns the state of each shard, so the state needs no locks. The osd reaches the store
+//! only through [`ObjectStore`](store::ObjectStore). The store may therefore run in the same process
+//! or behind the host–DPU channel.
 
 #![forbid(unsafe_code)]
 #![cfg_attr(not(test), deny(clippy::disallowed_methods, clippy::disallowed_types))]
@@ -30,6 +32,7 @@ mod audit;
 mod backing;
 mod chain;
 mod change_map;
+mod clients;
 mod collect;
 mod conditions;
 mod config;
@@ -43,6 +46,7 @@ mod ids;
 mod inflight;
 mod list;
 mod list_filter;
+mod mailbox;
 mod map;
 mod mutate;
 mod object;
@@ -52,16 +56,21 @@ mod parts;
 mod patience;
 mod pg;
 mod pool;
+mod pool_table;
 mod pools;
+mod presence;
 mod query;
 mod read;
 mod rebuilds;
 mod request;
+mod request_count;
 mod scrub;
 mod scrubs;
 mod serve;
 mod server;
 mod sessions;
+mod shard;
+mod share;
 mod sole_target;
 mod space;
 mod start_error;
@@ -79,6 +88,6 @@ mod written;
 pub use array::{CodingConfig, StripesAt};
 pub use audit::inspect_object;
 pub use config::{OffloadSource, OsdConfig, TargetRetry};
-pub use server::{OsdServer, OsdStarted};
+pub use server::{FirstShard, FurtherShard, OsdServer, OsdStarted, ShardResources, shards};
 pub use start_error::StartError;
 pub use witness::{WitnessAt, WitnessStorage};

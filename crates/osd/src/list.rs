@@ -4,6 +4,8 @@
 //! With ids by name, a listing costs what it returns: it seeks to the first object that matches, and
 //! ends behind the last one ([`ListFilter`]). With hashed ids, it examines every object of the pool.
 
+use std::rc::Rc;
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::{BufMut, Bytes, BytesMut};
@@ -15,10 +17,10 @@ use wire::{Error, List, Listed, ObjectName, ObjectReply, PoolName, SkippedGroups
 use crate::fail::{Fail, StepResult, refusal};
 use crate::ids::{self, IdLayout};
 use crate::list_filter::{IdVerdict, ListFilter};
-use crate::osd::Osd;
 use crate::patience::patiently;
 use crate::pool::{ActivePool, ObjectLocation};
 use crate::request::RequestContext;
+use crate::shard::Shard;
 
 /// Total size of the names at which a page ends, in bytes. The last name may exceed it.
 const PAGE_BYTES: usize = 64 * 1024;
@@ -35,17 +37,29 @@ const STEP_AFTER_SEEK: usize = 32;
 const GROUPS_AT_ONCE: u32 = 16;
 
 /// Returns one page of a listing.
-pub(crate) async fn list(osd: &Osd, request: &RequestContext, list: &List) -> wire::Result<ObjectReply> {
+pub(crate) async fn list(
+    shard: &Rc<Shard>,
+    request: &RequestContext,
+    list: &List,
+) -> wire::Result<ObjectReply> {
     let name = PoolName::from_wire(&list.pool)?;
     let namespace = list.checked_namespace()?;
-    let pool = osd.open_pool(name.as_str())?;
+    let pool = shard.open_pool(name.as_str())?;
     let filter = ListFilter::new(pool.record.ids, namespace, &list.prefix);
     let Start { group: mut next, mut from, end } = Start::new(&pool, list)?;
+    if list.group.is_some() {
+        pool.index(next)?;
+    }
     let mut page = ListPage::new(list, pool.record.pg_count);
     if filter.matches_nothing() {
         return Ok(page.end(Bytes::new()));
     }
-    let patience = request.patience(&osd.config);
+    let scanning = Arc::new(ScanOrder {
+        list: list.clone(),
+        pool: name.to_string(),
+        pool_id: pool.record.id,
+        patience: request.patience(&shard.config),
+    });
     // Most groups have many matching objects or few. The number of groups at a time grows only if the
     // groups before had few, because objects behind the end of the page are listed in vain.
     let mut width = 1;
@@ -54,12 +68,13 @@ pub(crate) async fn list(osd: &Osd, request: &RequestContext, list: &List) -> wi
         let groups = next..end.min(next + width);
         let budget = page.budget.share(groups.len());
         let scans = groups.clone().map(|number| {
-            let from = from.take_if(|_| number == next);
-            scan_group(&pool, number, patience, filter, from, (budget, list.skip_unavailable))
+            let (from, order) = (from.take_if(|_| number == next), Arc::clone(&scanning));
+            let owner = shard.share.owner(number);
+            shard.on(owner, move |shard| async move { order.scan(&shard, number, from, budget).await })
         });
         let scans = join_all(scans.collect::<Vec<_>>()).await;
         for (number, scan) in groups.clone().zip(scans) {
-            let scan = match scan {
+            let scan = match scan? {
                 Ok(scan) => scan,
                 Err(Fail::Refused(Error::TargetFailed(why))) if list.skip_unavailable => {
                     page.skip(why);
@@ -214,25 +229,41 @@ struct ScanStop {
     next: ObjectId,
 }
 
-/// Lists matching objects of one group, from `from` on, until the budget is spent.
-async fn scan_group(
-    pool: &ActivePool,
-    number: u32,
+/// A listing that the shards of the groups carry out.
+struct ScanOrder {
+    list: List,
+    pool: String,
+    pool_id: u32,
     patience: Duration,
-    filter: ListFilter<'_>,
-    from: Option<ObjectId>,
-    (budget, skips_unavailable): (ListBudget, bool),
-) -> StepResult<GroupScan> {
-    let failure = pool.sole_targets.get(number as usize).and_then(|sole| sole.failure());
-    // If the target has failed, do not wait for it.
-    if let Some(why) = failure.filter(|_| skips_unavailable) {
-        return Err(Error::TargetFailed(why).into());
+}
+
+impl ScanOrder {
+    /// Lists matching objects of one group of this shard, from `from` on, until the budget is spent.
+    async fn scan(
+        &self,
+        shard: &Shard,
+        number: u32,
+        from: Option<ObjectId>,
+        budget: ListBudget,
+    ) -> StepResult<GroupScan> {
+        // The pool may have been removed meanwhile, and created again.
+        let pool = shard.open_pool(&self.pool)?;
+        if pool.record.id != self.pool_id {
+            return Err(Error::NoSuchPool(self.pool.clone()).into());
+        }
+        let index = pool.index(number)?;
+        let failure = pool.sole_targets.get(index).and_then(|sole| sole.failure());
+        // If the target has failed, do not wait for it.
+        if let Some(why) = failure.filter(|_| self.list.skip_unavailable) {
+            return Err(Error::TargetFailed(why).into());
+        }
+        let filter = ListFilter::new(pool.record.ids, self.list.checked_namespace()?, &self.list.prefix);
+        let place = ObjectLocation { pg: pool.pgs[index].clone(), oid: ids::meta_object() };
+        let fetch = async |from: Option<ObjectId>, limit: usize| {
+            patiently(&place, self.patience, async || objects(&place, from.clone(), limit).await).await
+        };
+        scan(filter, from, budget, fetch).await
     }
-    let place = ObjectLocation { pg: pool.pgs[number as usize].clone(), oid: ids::meta_object() };
-    let fetch = async |from: Option<ObjectId>, limit: usize| {
-        patiently(&place, patience, async || objects(&place, from.clone(), limit).await).await
-    };
-    scan(filter, from, budget, fetch).await
 }
 
 /// Lists matching objects, from `from` on, until the budget is spent. `fetch` returns up to the given

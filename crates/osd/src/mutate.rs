@@ -1,5 +1,6 @@
 //! Execution of a change of an object, from the request to its durable result.
 
+use std::rc::Rc;
 use std::time::Duration;
 
 use base::block::BLOCK;
@@ -13,9 +14,9 @@ use crate::draft::{self, Draft, Drafted};
 use crate::fail::{Fail, StepResult, unavailable};
 use crate::gather::Gathered;
 use crate::object::{ObjectInfo, ObjectState};
-use crate::osd::Osd;
 use crate::pg::Origin;
 use crate::pool::ObjectLocation;
+use crate::shard::Shard;
 use crate::turnstile::{PendingChange, Ticket, Turn};
 
 /// First pause before another attempt after the store became unreachable. The pause doubles up to
@@ -27,7 +28,7 @@ const SPACE_PATIENCE: Duration = Duration::from_secs(5);
 
 /// A change of one object.
 pub(crate) struct Change<'a> {
-    pub(crate) osd: &'a Osd,
+    pub(crate) shard: &'a Rc<Shard>,
     pub(crate) place: &'a ObjectLocation,
     pub(crate) name: &'a str,
     pub(crate) conditions: &'a [Condition],
@@ -93,7 +94,7 @@ impl Change<'_> {
         unsure: bool,
         gather: impl AsyncFn() -> StepResult<Gathered>,
     ) -> wire::Result<ChangeEffect> {
-        let mut running = self.osd.space.enter();
+        let mut running = self.shard.space.enter();
         let object = self.place.pg.object(&self.place.oid);
         let mut progress =
             ChangeProgress { object: &object, unsure, careful: false, data: None, ticket: None };
@@ -120,11 +121,11 @@ impl Change<'_> {
                         progress.data = None;
                     }
                     let seen = running.found_no_space();
-                    let groups = || self.osd.open_groups().into_iter().map(|(_, group)| group).collect();
-                    if !self.osd.space.may_come(seen, until.min(began + SPACE_PATIENCE), groups).await {
+                    let trim = self.shard.trim_all();
+                    if !self.shard.space.may_come(seen, until.min(began + SPACE_PATIENCE), trim).await {
                         return Err(e);
                     }
-                    running = self.osd.space.enter();
+                    running = self.shard.space.enter();
                 }
                 Err(Fail::Refused(e)) => return Err(e),
                 Err(Fail::Withdrawn) => {

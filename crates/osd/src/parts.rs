@@ -7,52 +7,79 @@ use wire::{Error, Manifest, Mutation, ObjectName, PartId};
 use crate::fail::StepResult;
 use crate::gather::Gathered;
 use crate::mutate::Change;
-use crate::osd::Osd;
 use crate::patience::info_of;
 use crate::pool::ObjectLocation;
+use crate::shard::Shard;
 use crate::task::spawn;
 
-impl Osd {
+impl Shard {
     /// Checks that all parts of a new manifest exist and have the right size. If the client was
     /// disconnected for a long time, the collector may have removed its parts.
-    pub(crate) async fn check_parts(&self, name: &ObjectName, ops: &[Mutation]) -> StepResult<()> {
+    pub(crate) async fn check_parts(self: &Rc<Self>, name: &ObjectName, ops: &[Mutation]) -> StepResult<()> {
         for op in ops {
-            let Mutation::SetManifest(Manifest { upload, part_size, size }) = *op else { continue };
-            for (index, start) in (0..).zip((0..size).step_by(part_size as usize)) {
-                let place = self.place(name, Some(&PartId { upload, index }))?;
-                let found = info_of(&place, self.config.store_patience).await?;
-                if found.is_none_or(|info| info.size != part_size.min(size - start)) {
-                    let what = format!(
-                        "part {index} of the upload is missing or has the wrong size; upload the object again"
-                    );
-                    return Err(Error::BadRequest(what).into());
-                }
+            let Mutation::SetManifest(manifest) = *op else { continue };
+            let name = name.clone();
+            let checked = self.each(move |shard| shard.check_own_parts(name, manifest)).await;
+            checked.map_err(Error::from)?.into_iter().collect::<StepResult<()>>()?;
+        }
+        Ok(())
+    }
+
+    /// Checks the parts of a new manifest that this shard serves.
+    async fn check_own_parts(self: Rc<Self>, name: ObjectName, manifest: Manifest) -> StepResult<()> {
+        let Manifest { upload, part_size, size } = manifest;
+        for (index, start) in (0..).zip((0..size).step_by(part_size as usize)) {
+            let Some(place) = self.own_part(&name, PartId { upload, index })? else { continue };
+            let found = info_of(&place, self.config.store_patience).await?;
+            if found.is_none_or(|info| info.size != part_size.min(size - start)) {
+                let what = format!(
+                    "part {index} of the upload is missing or has the wrong size; upload the object again"
+                );
+                return Err(Error::BadRequest(what).into());
             }
         }
         Ok(())
     }
 
+    /// Returns the location of a part; `None` if another shard serves it.
+    fn own_part(&self, name: &ObjectName, part: PartId) -> wire::Result<Option<ObjectLocation>> {
+        match self.place(name, Some(&part)) {
+            Ok(place) => Ok(Some(place)),
+            Err(Error::WrongShard { .. }) => Ok(None),
+            Err(e) => Err(e),
+        }
+    }
+
     /// Removes the parts of a manifest in the background. No head object may refer to this manifest
     /// any more. If a part cannot be removed, the collector removes it later.
-    pub(crate) fn drop_parts(self: &Rc<Osd>, name: ObjectName, manifest: Manifest) {
-        let osd = Rc::clone(self);
-        spawn(async move {
-            for index in 0..manifest.parts() {
-                let Ok(index) = u32::try_from(index) else { return };
-                let part = PartId { upload: manifest.upload, index };
-                let Ok(place) = osd.place(&name, Some(&part)) else { return };
-                if let Err(e) = osd.remove_object(&place, &name.to_string()).await {
-                    tracing::warn!(%name, index, error = %e, "an unused part was not removed; the collector removes it later");
-                }
-            }
+    pub(crate) fn drop_parts(self: &Rc<Self>, name: ObjectName, manifest: Manifest) {
+        let told = self.tell_each(move |shard| {
+            drop(spawn(Rc::clone(shard).drop_own_parts(name.clone(), manifest)));
         });
+        drop(told);
+    }
+
+    /// Removes the parts of a manifest that this shard serves.
+    async fn drop_own_parts(self: Rc<Self>, name: ObjectName, manifest: Manifest) {
+        for index in 0..manifest.parts() {
+            let Ok(index) = u32::try_from(index) else { return };
+            let Ok(place) = self.own_part(&name, PartId { upload: manifest.upload, index }) else { return };
+            let Some(place) = place else { continue };
+            if let Err(e) = self.remove_object(&place, &name.to_string()).await {
+                tracing::warn!(%name, index, error = %e, "an unused part was not removed; the collector removes it later");
+            }
+        }
     }
 
     /// Removes an object without a request of a client. Also succeeds if the object does not exist.
-    pub(crate) async fn remove_object(&self, place: &ObjectLocation, name: &str) -> wire::Result<()> {
+    pub(crate) async fn remove_object(
+        self: &Rc<Self>,
+        place: &ObjectLocation,
+        name: &str,
+    ) -> wire::Result<()> {
         let ops = [wire::Mutation::Remove];
         let patience = self.config.store_patience;
-        let change = Change { osd: self, place, name, conditions: &[], ops: &ops, origin: None, patience };
+        let change = Change { shard: self, place, name, conditions: &[], ops: &ops, origin: None, patience };
         match change.run(false, async || Ok(Gathered::None)).await {
             Ok(_) | Err(Error::NoSuchObject(_)) => Ok(()),
             Err(e) => Err(e),

@@ -20,6 +20,7 @@ use std::cell::{Cell, RefCell};
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeSet, VecDeque};
 use std::rc::Rc;
+use std::sync::Arc;
 
 use base::clock::WallClock;
 use base::collections::HashMap;
@@ -78,7 +79,7 @@ pub(crate) struct Pg {
     settled: Cell<u64>,
     state: RefCell<State>,
     commits: OpenCommits,
-    age: Rc<Age>,
+    age: Arc<Age>,
     /// Supplies the modification times of objects.
     pub(crate) clock: WallClock,
     /// Predicts whether an uncached object is new.
@@ -171,7 +172,7 @@ impl Pg {
         sole: Option<SoleTarget>,
         (pool, pg): (u32, u32),
         objects_max: usize,
-        times: (Rc<Age>, WallClock),
+        times: (Arc<Age>, WallClock),
     ) -> Pg {
         Pg {
             backing,

@@ -5,15 +5,17 @@ use std::rc::Rc;
 
 use array::Group;
 use store::ObjectId;
-use wire::{PartId, placement};
+use wire::{Error, PartId, placement};
 
 use crate::map::PoolRecord;
 use crate::pg::Pg;
+use crate::share::Share;
 use crate::target::Target;
 
-/// A pool in use.
+/// A shard's share of a pool in use. The lists contain the shard's own groups, in ascending order.
 pub(crate) struct ActivePool {
     pub(crate) record: PoolRecord,
+    pub(crate) share: Share,
     pub(crate) pgs: Vec<Rc<Pg>>,
     /// Array groups behind the placement groups of a pool with redundancy; empty without
     /// redundancy.
@@ -32,12 +34,33 @@ pub(crate) struct ObjectLocation {
 
 impl ActivePool {
     /// Returns the location of an object or of one part of it.
-    pub(crate) fn place(&self, namespace: &str, object: &str, part: Option<&PartId>) -> ObjectLocation {
+    ///
+    /// # Errors
+    /// [`Error::WrongShard`] if another shard serves its placement group.
+    pub(crate) fn place(
+        &self,
+        namespace: &str,
+        object: &str,
+        part: Option<&PartId>,
+    ) -> wire::Result<ObjectLocation> {
         let hash = placement::hash(namespace, object, part);
-        let pg = placement::group(hash, self.record.pg_count) as usize;
-        ObjectLocation {
-            pg: Rc::clone(&self.pgs[pg]),
-            oid: self.record.ids.id(hash, namespace, object, part),
-        }
+        let index = self.index(placement::group(hash, self.record.pg_count))?;
+        let oid = self.record.ids.id(hash, namespace, object, part);
+        Ok(ObjectLocation { pg: Rc::clone(&self.pgs[index]), oid })
+    }
+
+    /// Returns the index of a group in the lists of the shard's groups.
+    ///
+    /// # Errors
+    /// [`Error::WrongShard`] if another shard serves the group.
+    pub(crate) fn index(&self, group: u32) -> wire::Result<usize> {
+        let (groups, shards) = (self.record.pg_count, self.share.shards());
+        self.share.index(group).ok_or(Error::WrongShard { groups, shards })
+    }
+
+    /// Returns the number of the shard that serves an object or one part of it.
+    pub(crate) fn owner(&self, namespace: &str, object: &str, part: Option<&PartId>) -> u16 {
+        let hash = placement::hash(namespace, object, part);
+        self.share.owner(placement::group(hash, self.record.pg_count))
     }
 }

@@ -11,10 +11,12 @@ use wire::{Error, PoolInfo, PoolName, Redundancy, placement};
 use crate::fail::{Fail, StepResult, refusal};
 use crate::ids::{self, IdLayout, StoredName};
 use crate::list::{after, objects};
-use crate::map::PoolRecord;
+use crate::mailbox::ShardGone;
+use crate::map::{NodeMap, PoolRecord};
 use crate::osd::Osd;
 use crate::patience::patiently;
 use crate::pool::{ActivePool, ObjectLocation};
+use crate::shard::Shard;
 use crate::task::spawn;
 
 /// Maximum number of objects that one transaction removes when a pool is removed.
@@ -23,16 +25,14 @@ const REMOVE_BATCH: usize = 64;
 impl Osd {
     /// Returns the pools, ordered by name.
     pub(crate) fn list_pools(&self) -> Vec<PoolInfo> {
-        let pools = self.pools.borrow();
-        let open = pools.values().filter(|pool| !pool.closed.get());
-        open.map(|pool| PoolInfo {
+        let info = |pool: Rc<ActivePool>| PoolInfo {
             id: pool.record.id,
             name: pool.record.name.clone(),
             pg_count: pool.record.pg_count,
             redundancy: pool.record.redundancy,
             made_ms: pool.record.made_ms,
-        })
-        .collect()
+        };
+        self.shard.pools.all_open().into_iter().map(info).collect()
     }
 
     /// Creates a pool. The pool exists once the map with the pool is durable.
@@ -45,30 +45,117 @@ impl Osd {
         let name = PoolName::from_wire(name)?.to_string();
         redundancy.check()?;
         let pg_count = placement::pg_count(pg_count)?;
-        let _one_at_a_time = self.changing_map.lock().await;
-        let mut map = self.map.borrow().clone();
-        if self.pools.borrow().contains_key(&name) {
+        let _one_at_a_time = self.map_keeper.changing.lock().await;
+        let mut map = self.shard.map.borrow().clone();
+        if self.shard.pools.get(&name).is_some() {
             return Err(Error::PoolExists(name));
         }
         if map.pools.len() >= MAX_POOLS {
             let advice = "remove a pool, or use namespaces".into();
             return Err(Error::Busy { what: "pools".into(), limit: MAX_POOLS as u64, advice });
         }
-        let (id, made_ms) = (map.next_pool_id, self.config.clock.now_ms());
+        let (id, made_ms) = (map.next_pool_id, self.shard.config.clock.now_ms());
         let ids = IdLayout::ByName;
-        let record = PoolRecord { id, name, pg_count, made_ms, removing: false, redundancy, ids };
+        let removing = false;
+        let record = PoolRecord { id, name: name.clone(), pg_count, made_ms, removing, redundancy, ids };
         map.next_pool_id += 1;
         map.pools.push(record.clone());
-        let pool = self.make_pool(&record);
-        self.create_groups(&pool).await?;
-        self.save_map(map).await?;
-        self.add_pool(pool);
-        Ok(())
+        let created = self.create_on_all_shards(record, map).await;
+        let exists = created.is_ok();
+        let known = self.shard.tell_each(move |shard| {
+            let pool = shard.prepared.remove(&name).filter(|_| exists);
+            pool.into_iter().for_each(|pool| shard.pools.add(pool));
+        });
+        known.await?;
+        created
     }
 
     /// Creates the groups of a pool with redundancy. This must happen before the map contains the
     /// pool: a group of a pool in the map would count as lost if no target had any of its data.
-    async fn create_groups(&self, pool: &ActivePool) -> wire::Result<()> {
+    async fn create_on_all_shards(&self, record: PoolRecord, map: NodeMap) -> wire::Result<()> {
+        let created = self.shard.each(move |shard| shard.create_share(record)).await?;
+        created.into_iter().collect::<wire::Result<()>>()?;
+        self.save_map(map).await
+    }
+
+    /// Closes a pool and marks it in the map as being removed. A background task then removes the
+    /// pool's objects, and finally the pool's record in the map.
+    pub(crate) async fn remove_pool(self: &Rc<Osd>, name: &[u8], force: bool) -> wire::Result<()> {
+        let name = PoolName::from_wire(name)?.to_string();
+        let _one_at_a_time = self.map_keeper.changing.lock().await;
+        let record = self.shard.open_pool(&name)?.record.clone();
+        self.set_closed(&name, true).await?;
+        if let Err(e) = self.try_remove(&record, force).await {
+            self.set_closed(&name, false).await?;
+            return Err(e);
+        }
+        let removed = self.shard.tell_each(move |shard| {
+            let pool = shard.pools.remove(&name).expect("all shards have the same pools");
+            shard.removing.borrow_mut().insert(pool.record.id, pool);
+        });
+        removed.await?;
+        self.empty_in_background(record);
+        Ok(())
+    }
+
+    async fn set_closed(&self, name: &str, closed: bool) -> Result<(), ShardGone> {
+        let name = name.to_owned();
+        let told = self.shard.tell_each(move |shard| {
+            let pool = shard.pools.get(&name).expect("all shards have the same pools");
+            pool.closed.set(closed);
+        });
+        told.await
+    }
+
+    async fn try_remove(&self, record: &PoolRecord, force: bool) -> wire::Result<()> {
+        if !force {
+            let name = record.name.clone();
+            let found = self.shard.each(move |shard| shard.share_has_objects(name)).await?;
+            if found.into_iter().collect::<wire::Result<Vec<bool>>>()?.contains(&true) {
+                return Err(Error::PoolNotEmpty(record.name.clone()));
+            }
+        }
+        let mut map = self.shard.map.borrow().clone();
+        map.pools.iter_mut().filter(|p| p.id == record.id).for_each(|p| p.removing = true);
+        self.save_map(map).await
+    }
+
+    /// Starts a task that removes the content of a closed pool, and then the pool from the map.
+    pub(crate) fn empty_in_background(self: &Rc<Osd>, record: PoolRecord) {
+        let osd = Rc::clone(self);
+        spawn(async move { osd.empty_or_wait(record).await });
+    }
+
+    /// Removes the content of a closed pool and then the pool from the map, within the calling
+    /// task. If this fails, the osd tries again once all targets are present.
+    pub(crate) async fn empty_or_wait(&self, record: PoolRecord) {
+        let Err(e) = self.empty(&record).await else { return };
+        let name = &record.name;
+        tracing::warn!(name, error = ?e, "the space of a removed pool is freed once all targets are present");
+        self.removed_pools.borrow_mut().push(record);
+    }
+
+    async fn empty(&self, record: &PoolRecord) -> StepResult<()> {
+        let (id, is_redundant) = (record.id, record.redundancy != Redundancy::Single);
+        let record = record.clone();
+        let emptied = self.shard.each(move |shard| shard.empty_share(record)).await.map_err(Error::from)?;
+        emptied.into_iter().collect::<StepResult<()>>()?;
+        if is_redundant && !self.has_all_targets() {
+            return Err(Fail::Lost("a target is not present".into()));
+        }
+        let _one_at_a_time = self.map_keeper.changing.lock().await;
+        let mut map = self.shard.map.borrow().clone();
+        map.pools.retain(|p| p.id != id);
+        self.save_map(map).await?;
+        let forgotten = self.shard.tell_each(move |shard| drop(shard.removing.borrow_mut().remove(&id)));
+        Ok(forgotten.await.map_err(Error::from)?)
+    }
+}
+
+impl Shard {
+    /// Prepares the shard's share of a new pool: creates its groups if they have redundancy.
+    async fn create_share(self: Rc<Self>, record: PoolRecord) -> wire::Result<()> {
+        let pool = self.make_pool(&record);
         let uuids: Vec<Uuid> = self.targets.iter().map(|t| t.uuid).collect();
         let create = |group: &Rc<Group>| {
             let ranked = placement::ranked(group.place().0, group.place().1, &uuids);
@@ -76,38 +163,21 @@ impl Osd {
             async move { group.create(&ranked).await }
         };
         let created = futures::future::try_join_all(pool.groups.iter().map(create)).await;
-        created.map(drop).map_err(|e| refusal(e.into()))
-    }
-
-    /// Closes a pool and marks it in the map as being removed. A background task then removes the
-    /// pool's objects, and finally the pool's record in the map.
-    pub(crate) async fn remove_pool(self: &Rc<Osd>, name: &[u8], force: bool) -> wire::Result<()> {
-        let name = PoolName::from_wire(name)?.to_string();
-        let _one_at_a_time = self.changing_map.lock().await;
-        let pool = self.open_pool(&name)?;
-        pool.closed.set(true);
-        let removed = self.try_remove(&pool, force).await;
-        if let Err(e) = removed {
-            pool.closed.set(false);
-            return Err(e);
-        }
-        self.pools.borrow_mut().remove(&name);
-        self.empty_in_background(pool);
+        created.map_err(|e| refusal(e.into()))?;
+        self.prepared.add(pool);
         Ok(())
     }
 
-    async fn try_remove(&self, pool: &ActivePool, force: bool) -> wire::Result<()> {
-        if !force {
-            for pg in &pool.pgs {
-                let place = ObjectLocation { pg: Rc::clone(pg), oid: ids::meta_object() };
-                if self.has_objects(&place, |name| name.part.is_none()).await? {
-                    return Err(Error::PoolNotEmpty(pool.record.name.clone()));
-                }
+    /// Returns whether the shard's share of a closed pool has objects of users.
+    async fn share_has_objects(self: Rc<Self>, name: String) -> wire::Result<bool> {
+        let Some(pool) = self.pools.get(&name) else { return Ok(false) };
+        for pg in &pool.pgs {
+            let place = ObjectLocation { pg: Rc::clone(pg), oid: ids::meta_object() };
+            if self.has_objects(&place, |name| name.part.is_none()).await? {
+                return Ok(true);
             }
         }
-        let mut map = self.map.borrow().clone();
-        map.pools.iter_mut().filter(|p| p.id == pool.record.id).for_each(|p| p.removing = true);
-        self.save_map(map).await
+        Ok(false)
     }
 
     /// Returns whether a placement group has an object, or a part of an object, for which `counts`
@@ -131,37 +201,23 @@ impl Osd {
         }
     }
 
-    /// Starts a task that removes the content of a closed pool, and then the pool from the map.
-    pub(crate) fn empty_in_background(self: &Rc<Osd>, pool: Rc<ActivePool>) {
-        let osd = Rc::clone(self);
-        spawn(async move { osd.empty_or_wait(pool).await });
-    }
-
-    /// Removes the content of a closed pool and then the pool from the map, within the calling
-    /// task. If this fails, the osd tries again once all targets are present.
-    pub(crate) async fn empty_or_wait(&self, pool: Rc<ActivePool>) {
-        let Err(e) = self.empty(&pool).await else { return };
-        let name = &pool.record.name;
-        tracing::warn!(name, error = ?e, "the space of a removed pool is freed once all targets are present");
-        self.removed_pools.borrow_mut().push(pool);
-    }
-
-    async fn empty(&self, pool: &ActivePool) -> StepResult<()> {
+    /// Removes the content of the shard's share of a closed pool.
+    async fn empty_share(self: Rc<Self>, record: PoolRecord) -> StepResult<()> {
+        let known = self.removing.borrow().get(&record.id).cloned();
+        let pool = known.unwrap_or_else(|| {
+            let pool = self.make_pool(&record);
+            self.removing.borrow_mut().insert(record.id, Rc::clone(&pool));
+            pool
+        });
         for group in &pool.groups {
             group.remove().await?;
             tokio::task::yield_now().await;
-        }
-        if !pool.groups.is_empty() && !self.has_all_targets() {
-            return Err(Fail::Lost("a target is not present".into()));
         }
         for pg in pool.pgs.iter().filter(|_| pool.groups.is_empty()) {
             let place = ObjectLocation { pg: Rc::clone(pg), oid: ids::meta_object() };
             patiently(&place, self.config.store_patience, async || self.empty_group(&place).await).await?;
         }
-        let _one_at_a_time = self.changing_map.lock().await;
-        let mut map = self.map.borrow().clone();
-        map.pools.retain(|p| p.id != pool.record.id);
-        Ok(self.save_map(map).await?)
+        Ok(())
     }
 
     async fn empty_group(&self, place: &ObjectLocation) -> StepResult<()> {

@@ -12,10 +12,10 @@ use crate::backing::BackingFuture;
 use crate::conditions::check_conditions;
 use crate::fail::{StepResult, refusal};
 use crate::object::{ObjectInfo, ObjectState, user_xattr, user_xattr_name};
-use crate::osd::Osd;
 use crate::patience::patiently;
 use crate::pool::ObjectLocation;
 use crate::request::RequestContext;
+use crate::shard::Shard;
 
 type Pairs = Vec<(Bytes, Bytes)>;
 
@@ -31,14 +31,18 @@ enum AnswerCall {
 }
 
 /// Answers queries about one object.
-pub(crate) async fn query(osd: &Osd, request: &RequestContext, query: &Query) -> wire::Result<ObjectReply> {
+pub(crate) async fn query(
+    shard: &Shard,
+    request: &RequestContext,
+    query: &Query,
+) -> wire::Result<ObjectReply> {
     query.check()?;
     let name: ObjectName = query.name.check()?;
-    let place = osd.place(&name, None)?;
+    let place = shard.place(&name, None)?;
     let name = name.to_string();
     let object = place.pg.object(&place.oid);
     let attempt = async || try_query(&place, &object, &name, query).await;
-    let answers = patiently(&place, request.patience(&osd.config), attempt).await;
+    let answers = patiently(&place, request.patience(&shard.config), attempt).await;
     answers.map(ObjectReply::Queried).map_err(refusal)
 }
 

@@ -25,10 +25,10 @@ use crate::backing::BackingFuture;
 use crate::fail::{Fail, StepResult, refusal};
 use crate::gather::SEGMENT;
 use crate::object::{ObjectInfo, ObjectState};
-use crate::osd::Osd;
 use crate::patience::{PAUSE, longer, patiently};
 use crate::pool::ObjectLocation;
 use crate::request::RequestContext;
+use crate::shard::Shard;
 use crate::turnstile::Observation;
 
 /// Data up to this size, in bytes, travels inside the reply, even if the client offers a sink.
@@ -48,7 +48,7 @@ struct Begun<'a> {
 
 /// A read in progress.
 struct ObjectRead<'a> {
-    osd: &'a Osd,
+    shard: &'a Shard,
     request: &'a RequestContext,
     read: &'a Read,
     name: String,
@@ -58,14 +58,14 @@ struct ObjectRead<'a> {
 
 /// Reads data of an object into the reply's payload or into the client's sink.
 pub(crate) async fn read(
-    osd: &Osd,
+    shard: &Shard,
     request: &RequestContext,
     read: &Read,
 ) -> wire::Result<(ObjectReply, Payload)> {
     let name: ObjectName = read.name.check()?;
-    let place = osd.place(&name, read.part.as_ref())?;
+    let place = shard.place(&name, read.part.as_ref())?;
     let object = place.pg.object(&place.oid);
-    let reader = ObjectRead { osd, request, read, name: name.to_string(), place, object };
+    let reader = ObjectRead { shard, request, read, name: name.to_string(), place, object };
     reader.run().await.map_err(refusal)
 }
 
@@ -126,7 +126,7 @@ impl ObjectRead<'_> {
 
     /// Returns the maximum time to wait for the store.
     fn patience(&self) -> Duration {
-        self.request.patience(&self.osd.config)
+        self.request.patience(&self.shard.config)
     }
 
     /// Returns the maximum number of bytes of data in the reply if the client offers a sink.
@@ -146,7 +146,7 @@ impl ObjectRead<'_> {
         segments.push(Either::Left(async { self.push(sink, 0, self.finish_first(first).await?).await }));
         let mut failed = None;
         loop {
-            if segments.len() < self.osd.config.segments_in_flight() && at < end && failed.is_none() {
+            if segments.len() < self.shard.config.segments_in_flight() && at < end && failed.is_none() {
                 let len = step.min(end - at);
                 segments.push(Either::Right(self.move_segment(sink, start, at, len, version)));
                 at += len;
@@ -168,7 +168,7 @@ impl ObjectRead<'_> {
 
     /// Returns the maximum length of a segment, in bytes.
     fn step(&self) -> u64 {
-        SEGMENT.min(self.osd.staging.largest()) as u64
+        SEGMENT.min(self.shard.staging.largest()) as u64
     }
 
     /// Requests the first segment from the store: from `start` up to `end`, but at most the maximum
@@ -217,7 +217,7 @@ impl ObjectRead<'_> {
             return Ok(());
         }
         metrics::counter!("outboard_osd_pushed_bytes").increment(payload.len() as u64);
-        let timeout = self.osd.config.transfer_timeout;
+        let timeout = self.shard.config.transfer_timeout;
         Ok(self.request.connection.bulk_write(sink, at, payload, timeout).await?)
     }
 
@@ -257,7 +257,7 @@ impl ObjectRead<'_> {
             // object. The store fills whole blocks.
             let dest = match room {
                 0 => None,
-                _ => Some(self.osd.staging.alloc((room as usize).next_multiple_of(BLOCK_SIZE)).await?),
+                _ => Some(self.shard.staging.alloc((room as usize).next_multiple_of(BLOCK_SIZE)).await?),
             };
             let ticket = self.object.turnstile.ticket();
             let (turn, incarnation) = pg.enter(&ticket, async || pg.settle().await).await?;

@@ -7,7 +7,7 @@ use std::time::Duration;
 use array::{Findings, Group};
 use store::{ObjectId, StoreCalls, StoreError};
 use tokio::time::Instant;
-use wire::{PoolName, ScrubStatus};
+use wire::{Error, PoolName, ScrubStatus};
 
 use crate::fail::refusal;
 use crate::ids;
@@ -16,6 +16,8 @@ use crate::osd::Osd;
 use crate::patience::patiently;
 use crate::pg::Pg;
 use crate::pool::{ActivePool, ObjectLocation};
+use crate::scrubs::ScrubKind;
+use crate::shard::Shard;
 use crate::task::spawn;
 
 /// Maximum number of objects that one listing returns to the scrub.
@@ -29,17 +31,40 @@ impl Osd {
     ///
     /// # Errors
     /// If `repair` is set and a scrub without repair is running.
-    pub(crate) fn scrub(self: &Rc<Osd>, name: &[u8], start: bool, repair: bool) -> wire::Result<ScrubStatus> {
+    pub(crate) async fn scrub(&self, name: &[u8], start: bool, repair: bool) -> wire::Result<ScrubStatus> {
         let name = PoolName::from_wire(name)?.to_string();
-        let pool = self.open_pool(&name)?;
-        if start && self.scrubs.begin(&name, pool.record.pg_count, repair)? {
-            let osd = Rc::clone(self);
+        self.shard.open_pool(&name)?;
+        if start {
+            let pool = name.clone();
+            let running = self.shard.each(async move |shard: Rc<Shard>| shard.scrubs.running(&pool)).await?;
+            let running: Vec<ScrubKind> = running.into_iter().flatten().collect();
+            if repair && running.contains(&ScrubKind::Check) {
+                let advice = "a scrub without --repair is running, wait until it ends".into();
+                return Err(Error::Busy { what: format!("scrubs of pool {name}"), limit: 1, advice });
+            }
+            if running.is_empty() {
+                let (pool, kind) = (name.clone(), if repair { ScrubKind::Repair } else { ScrubKind::Check });
+                self.shard.tell_each(move |shard| shard.start_scrub(&pool, kind)).await?;
+            }
+        }
+        let shares = self.shard.each(async move |shard: Rc<Shard>| shard.scrubs.status(&name)).await?;
+        let mut sum = ScrubStatus::default();
+        shares.into_iter().for_each(|share| sum += share);
+        Ok(sum)
+    }
+}
+
+impl Shard {
+    /// Starts a scrub of the shard's share of a pool, unless one is running.
+    fn start_scrub(self: &Rc<Self>, name: &str, kind: ScrubKind) {
+        let Ok(pool) = self.open_pool(name) else { return };
+        if self.scrubs.begin(name, pool.pgs.len() as u32, kind) {
+            let shard = Rc::clone(self);
             spawn(async move {
-                let failure = osd.scrub_pool(&pool, repair).await.err();
-                osd.scrubs.end(&pool.record.name, failure.map(|e| e.to_string()));
+                let failure = shard.scrub_pool(&pool, kind == ScrubKind::Repair).await.err();
+                shard.scrubs.end(&pool.record.name, failure.map(|e| e.to_string()));
             });
         }
-        Ok(self.scrubs.status(&name))
     }
 
     async fn scrub_pool(&self, pool: &ActivePool, repair: bool) -> wire::Result<()> {

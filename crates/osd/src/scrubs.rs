@@ -1,17 +1,26 @@
-//! [`Scrubs`]: the running and finished scrubs of pools.
+//! [`Scrubs`]: the running and finished scrubs of pools, on one shard.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 
 use array::Findings;
-use wire::{Error, ScrubStatus};
+use wire::ScrubStatus;
 
-/// A scrub of one pool.
+/// What a scrub does about objects of the wrong size.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) enum ScrubKind {
+    /// The scrub only reports them.
+    #[default]
+    Check,
+    /// The scrub repairs them if it can.
+    Repair,
+}
+
+/// A scrub of the shard's share of one pool.
 #[derive(Debug, Clone, Default)]
 struct Scrub {
     running: bool,
-    /// Whether the scrub repairs objects of the wrong size.
-    repair: bool,
+    kind: ScrubKind,
     groups: u32,
     groups_done: u32,
     findings: Findings,
@@ -23,25 +32,20 @@ struct Scrub {
 pub(crate) struct Scrubs(RefCell<BTreeMap<String, Scrub>>);
 
 impl Scrubs {
+    /// Returns the kind of the running scrub of a pool; `None` if none is running.
+    pub(crate) fn running(&self, pool: &str) -> Option<ScrubKind> {
+        self.0.borrow().get(pool).filter(|scrub| scrub.running).map(|scrub| scrub.kind)
+    }
+
     /// Records a new scrub of a pool with `groups` placement groups, unless a scrub is running.
     /// Returns whether the caller must run the new scrub.
-    ///
-    /// # Errors
-    /// If `repair` is set and a scrub without repair is running.
-    pub(crate) fn begin(&self, pool: &str, groups: u32, repair: bool) -> wire::Result<bool> {
-        let mut scrubs = self.0.borrow_mut();
-        match scrubs.get(pool).filter(|scrub| scrub.running) {
-            Some(under_way) if repair && !under_way.repair => {
-                let advice = "a scrub without --repair is running, wait until it ends".into();
-                Err(Error::Busy { what: format!("scrubs of pool {pool}"), limit: 1, advice })
-            }
-            Some(_) => Ok(false),
-            None => {
-                let scrub = Scrub { running: true, repair, groups, ..Scrub::default() };
-                scrubs.insert(pool.to_owned(), scrub);
-                Ok(true)
-            }
+    pub(crate) fn begin(&self, pool: &str, groups: u32, kind: ScrubKind) -> bool {
+        let starts = self.running(pool).is_none();
+        if starts {
+            let scrub = Scrub { running: true, kind, groups, ..Scrub::default() };
+            self.0.borrow_mut().insert(pool.to_owned(), scrub);
         }
+        starts
     }
 
     /// Adds findings of a pool's scrub.

@@ -1,7 +1,7 @@
 //! Serves connections: receives requests and sends replies.
 
 use std::rc::Rc;
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 
 use base::block::Payload;
 use base::phases::Clock;
@@ -12,13 +12,15 @@ use wire::{
     Error, Mutate, Mutated, ObjectReply, ObjectRequest, Reply, ReplyBody, RequestBody, RequestHead, SessionId,
 };
 
+use crate::clients::ConnectionId;
 use crate::gather::{COMPANY, Puller};
 use crate::inflight::{RequestClaim, joined};
 use crate::mutate::Change;
-use crate::osd::Osd;
+use crate::osd::{OpeningConnection, Osd};
 use crate::pg::Origin;
 use crate::request::RequestContext;
-use crate::sessions::{ConnectionId, OpenedSession};
+use crate::sessions::AttachmentNumber;
+use crate::shard::Shard;
 use crate::task::spawn;
 use crate::times::RequestKind;
 use crate::{list, query, read};
@@ -27,15 +29,14 @@ use crate::{list, query, read};
 const HEARD_PAUSE: Duration = Duration::from_secs(1);
 
 /// Accepts connections until the osd stops.
-pub(crate) async fn accept(osd: Rc<Osd>, mut listener: Box<dyn Listener>) {
-    let mut next: ConnectionId = 0;
+pub(crate) async fn accept(shard: Rc<Shard>, mut listener: Box<dyn Listener>) {
     loop {
         match listener.accept().await {
             Ok((connection, incoming)) => {
-                next += 1;
-                osd.connections.borrow_mut().insert(next, Arc::downgrade(&connection));
-                let heard = Instant::now();
-                let served = Served { osd: Rc::clone(&osd), connection, id: next, session: None, heard };
+                let id = shard.clients.connected(&connection);
+                let room = Arc::new(Semaphore::new(shard.config.requests_per_connection));
+                let (session, heard) = (None, Instant::now());
+                let served = Served { shard: Rc::clone(&shard), connection, id, room, session, heard };
                 spawn(served.run(incoming));
             }
             Err(e) => tracing::debug!(error = %e, "a peer failed to connect"),
@@ -45,9 +46,11 @@ pub(crate) async fn accept(osd: Rc<Osd>, mut listener: Box<dyn Listener>) {
 
 /// An open connection and its session.
 struct Served {
-    osd: Rc<Osd>,
+    shard: Rc<Shard>,
     connection: Arc<dyn Connection>,
     id: ConnectionId,
+    /// One permit for each request of the connection that may be in progress.
+    room: Arc<Semaphore>,
     session: Option<SessionId>,
     /// Time at which the session's activity was last recorded.
     heard: Instant,
@@ -55,13 +58,12 @@ struct Served {
 
 impl Served {
     async fn run(mut self, mut incoming: Box<dyn Incoming>) {
-        let room = Arc::new(Semaphore::new(self.osd.config.requests_per_connection));
         loop {
             match incoming.next().await {
                 ConnectionEvent::Message(message) => {
                     let clock = Clock::start();
-                    let Ok(permit) = Arc::clone(&room).acquire_owned().await else { break };
-                    if !self.take(message, permit, &room, clock).await {
+                    let Ok(permit) = Arc::clone(&self.room).acquire_owned().await else { break };
+                    if !self.take(message, permit, clock).await {
                         self.connection.close().await;
                         break;
                     }
@@ -73,21 +75,20 @@ impl Served {
                 }
             }
         }
-        self.osd.connections.borrow_mut().remove(&self.id);
-        if let Some(session) = self.session {
-            self.osd.sessions.borrow_mut().detach(session, self.id);
-        }
+        let ended = self.shard.clients.disconnected(self.id, self.session);
+        self.session_left(self.session, ended);
+    }
+
+    /// Tells the first shard that an attachment has ended.
+    fn session_left(&self, session: Option<SessionId>, attachment: Option<AttachmentNumber>) {
+        let (Some(session), Some(attachment)) = (session, attachment) else { return };
+        let on = self.shard.share.shard();
+        self.shard.tell_first(move |osd| osd.session_left(session, on, attachment));
     }
 
     /// Handles a message. Returns `false` if the message is not a request, so that the caller must
     /// close the connection.
-    async fn take(
-        &mut self,
-        message: Message,
-        permit: OwnedSemaphorePermit,
-        room: &Arc<Semaphore>,
-        clock: Clock,
-    ) -> bool {
+    async fn take(&mut self, message: Message, permit: OwnedSemaphorePermit, clock: Clock) -> bool {
         let Ok((head, rest)) = wire::decode_head(&message.header) else {
             tracing::warn!(
                 peer = self.connection.peer().address,
@@ -99,51 +100,51 @@ impl Served {
             Ok(body) => body,
             Err(e) => {
                 let refused = Err(Error::BadRequest(e.to_string()));
-                answer(&self.connection, head.seq, refused, Payload::default()).await;
+                self.shard.answer(&self.connection, head.seq, refused, Payload::default()).await;
                 return true;
             }
         };
         let session = match (&body, self.session) {
             (RequestBody::Open { oldest, newest, session }, _) => {
-                let opened = self.open(*oldest, *newest, *session);
-                answer(&self.connection, head.seq, opened, Payload::default()).await;
+                let opened = self.open(*oldest, *newest, *session).await;
+                self.shard.answer(&self.connection, head.seq, opened, Payload::default()).await;
                 return true;
             }
             (RequestBody::CloseSession, Some(session))
-                if self.osd.sessions.borrow().is_attached(session, self.id) =>
+                if self.shard.clients.is_attached(session, self.id) =>
             {
                 drop(permit);
-                self.close_session(session, head.seq, room);
+                self.close_session(session, head.seq);
                 return true;
             }
-            (_, Some(session)) if self.osd.sessions.borrow().is_attached(session, self.id) => session,
+            (_, Some(session)) if self.shard.clients.is_attached(session, self.id) => session,
             _ => {
                 let refused = Err(Error::NoSession(
                     "the session was resumed on another connection, or never opened".into(),
                 ));
-                answer(&self.connection, head.seq, refused, Payload::default()).await;
+                self.shard.answer(&self.connection, head.seq, refused, Payload::default()).await;
                 return true;
             }
         };
         if self.heard.elapsed() >= HEARD_PAUSE {
             self.heard = Instant::now();
-            self.osd.sessions.borrow_mut().heard(session);
+            self.shard.tell_first(move |osd| osd.session_heard(session));
         }
         let request = RequestContext { head, session, connection: Arc::clone(&self.connection) };
-        let osd = Rc::clone(&self.osd);
+        let shard = Rc::clone(&self.shard);
         let running = clock.clone();
         spawn(running.scope(async move {
             let kind = RequestKind::of(&body);
-            osd.requests.set(osd.requests.get() + 1);
+            let counted = shard.requests.enter();
             if matches!(kind, RequestKind::Write | RequestKind::Read) {
-                osd.pace.client_served();
+                shard.pace.client_served();
             }
-            let (result, payload) = osd.carry_out(&request, body, message.payload).await;
-            osd.requests.set(osd.requests.get() - 1);
+            let (result, payload) = shard.carry_out(&request, body, message.payload).await;
+            drop(counted);
             let carried_out = result.is_ok();
-            answer(&request.connection, request.head.seq, result, payload).await;
+            shard.answer(&request.connection, request.head.seq, result, payload).await;
             if carried_out {
-                osd.times.add(kind, clock.finish());
+                shard.times.add(kind, clock.finish());
             }
             drop(permit);
         }));
@@ -152,81 +153,90 @@ impl Served {
 
     /// Ends the session once its requests in progress have finished. From now on, the connection
     /// has no session, so further requests are refused.
-    fn close_session(&mut self, session: SessionId, seq: u64, room: &Arc<Semaphore>) {
+    fn close_session(&mut self, session: SessionId, seq: u64) {
         self.session = None;
-        let (osd, connection, room) = (Rc::clone(&self.osd), Arc::clone(&self.connection), Arc::clone(room));
+        let (shard, connection) = (Rc::clone(&self.shard), Arc::clone(&self.connection));
         spawn(async move {
-            let all = u32::try_from(osd.config.requests_per_connection).unwrap_or(u32::MAX);
-            let Ok(_all_done) = room.acquire_many(all).await else { return };
-            osd.close_session(session);
-            answer(&connection, seq, Ok(ReplyBody::Closed), Payload::default()).await;
+            let closed = shard.on_first(move |osd| async move { osd.close_session(session).await }).await;
+            let result = closed.flatten().map(|()| ReplyBody::Closed).map_err(Error::from);
+            shard.answer(&connection, seq, result, Payload::default()).await;
         });
     }
 
-    fn open(&mut self, oldest: u16, newest: u16, presented: Option<SessionId>) -> wire::Result<ReplyBody> {
+    async fn open(
+        &mut self,
+        oldest: u16,
+        newest: u16,
+        presented: Option<SessionId>,
+    ) -> wire::Result<ReplyBody> {
         let version = newest.min(wire::VERSION);
         if version < oldest.max(wire::VERSION_OLDEST) {
             return Err(Error::WrongVersion { oldest: wire::VERSION_OLDEST, newest: wire::VERSION });
         }
-        let peer = self.connection.peer().peer;
-        let OpenedSession { id: session, reclaimed } =
-            self.osd.sessions.borrow_mut().open(presented, self.id, peer)?;
+        let connection = OpeningConnection {
+            shard: self.shard.share.shard(),
+            id: self.id,
+            peer: self.connection.peer().peer,
+            room: Arc::clone(&self.room),
+        };
+        let opening = move |osd: Rc<Osd>| async move { osd.open_session(presented, connection).await };
+        let session = self.shard.on_first(opening).await??;
         if let Some(before) = self.session.replace(session)
             && before != session
         {
             // A connection has only one session. If the earlier session stayed attached, it would
             // keep its slot forever.
-            self.osd.sessions.borrow_mut().detach(before, self.id);
+            let ended = self.shard.clients.detach(before, self.id);
+            self.session_left(Some(before), ended);
         }
-        if let Some(reclaimed) = reclaimed {
-            metrics::counter!("outboard_osd_sessions_reclaimed_total").increment(1);
-            let victim = self.osd.connections.borrow().get(&reclaimed).and_then(Weak::upgrade);
-            if let Some(victim) = victim {
-                spawn(async move { victim.close().await });
-            }
-        }
-        Ok(ReplyBody::Opened { version, session, shard: 0, shards: vec![self.osd.port.get()] })
+        let endpoint = self.shard.endpoint().expect("an osd with connections has ports");
+        let (shard, shards) = (self.shard.share.shard(), endpoint.ports.clone());
+        Ok(ReplyBody::Opened { version, session, shard, shards })
     }
 }
 
-async fn answer(
-    connection: &Arc<dyn Connection>,
-    seq: u64,
-    result: wire::Result<ReplyBody>,
-    payload: Payload,
-) {
-    if let Err(e) = &result {
-        metrics::counter!("outboard_osd_refused_total").increment(1);
-        tracing::debug!(seq, error = %e, "a request was refused");
+impl Shard {
+    async fn answer(
+        &self,
+        connection: &Arc<dyn Connection>,
+        seq: u64,
+        result: wire::Result<ReplyBody>,
+        payload: Payload,
+    ) {
+        if let Err(e) = &result {
+            self.times.refused();
+            tracing::debug!(seq, error = %e, "a request was refused");
+        }
+        let mut header = wire::encode_reply(&Reply { seq, result });
+        let limit = connection.limits().max_header;
+        if header.len() > limit {
+            let (what, size) = ("size of the reply".into(), header.len() as u64);
+            let result = Err(Error::TooLarge { what, size, limit: limit as u64 });
+            header = wire::encode_reply(&Reply { seq, result });
+        }
+        if let Err(e) = connection.send(Message { header, payload }).await {
+            // The client reconnects and sends a retry.
+            tracing::debug!(seq, error = %e, "a reply could not be sent");
+        }
     }
-    let mut header = wire::encode_reply(&Reply { seq, result });
-    let limit = connection.limits().max_header;
-    if header.len() > limit {
-        let (what, size) = ("size of the reply".into(), header.len() as u64);
-        let result = Err(Error::TooLarge { what, size, limit: limit as u64 });
-        header = wire::encode_reply(&Reply { seq, result });
-    }
-    if let Err(e) = connection.send(Message { header, payload }).await {
-        // The client reconnects and sends a retry.
-        tracing::debug!(seq, error = %e, "a reply could not be sent");
-    }
-}
 
-impl Osd {
     async fn carry_out(
-        self: &Rc<Osd>,
+        self: &Rc<Shard>,
         request: &RequestContext,
         body: RequestBody,
         payload: Payload,
     ) -> (wire::Result<ReplyBody>, Payload) {
-        count(&body);
+        self.times.count(&body);
         let (mut result, payload) = match body {
             RequestBody::Object(body) => match self.carry_out_object(request, body, payload).await {
                 Ok((reply, payload)) => (Ok(ReplyBody::Object(reply)), payload),
                 Err(e) => (Err(e), Payload::default()),
             },
             RequestBody::Admin(body) => {
-                (self.administer(request, body).await.map(ReplyBody::Admin), Payload::default())
+                let is_repeated = request.head.retry;
+                let administer = move |osd: Rc<Osd>| async move { osd.administer(body, is_repeated).await };
+                let administered = self.on_first(administer).await.map_err(Error::from).flatten();
+                (administered.map(ReplyBody::Admin), Payload::default())
             }
             other => (Err(Error::BadRequest(format!("{other:?} is not supported"))), Payload::default()),
         };
@@ -238,7 +248,7 @@ impl Osd {
 
     /// Executes a request about objects. Returns the reply and its payload.
     async fn carry_out_object(
-        self: &Rc<Osd>,
+        self: &Rc<Shard>,
         request: &RequestContext,
         body: ObjectRequest,
         payload: Payload,
@@ -256,7 +266,7 @@ impl Osd {
     }
 
     async fn mutate(
-        self: &Rc<Osd>,
+        self: &Rc<Shard>,
         request: &RequestContext,
         mutate: &Mutate,
         inline: Payload,
@@ -286,7 +296,7 @@ impl Osd {
     }
 
     async fn change(
-        self: &Rc<Osd>,
+        self: &Rc<Shard>,
         request: &RequestContext,
         mutate: &Mutate,
         inline: Payload,
@@ -294,9 +304,12 @@ impl Osd {
         mutate.check()?;
         let name = mutate.name.check()?;
         let place = self.place(&name, mutate.part.as_ref())?;
-        let RequestHead { seq, acked_through, retry, .. } = request.head;
+        let RequestHead { mut seq, acked_through, retry, .. } = request.head;
+        if base::mutant!(LookOnOldShard) {
+            seq |= u64::from(self.share.shard()) << 32;
+        }
         let change = Change {
-            osd: self,
+            shard: self,
             place: &place,
             name: &name.to_string(),
             conditions: &mutate.conditions,
@@ -309,7 +322,7 @@ impl Osd {
             staging: &self.staging,
             timeout: self.config.transfer_timeout,
             segments_in_flight: self.config.segments_in_flight(),
-            in_company: self.requests.get() >= COMPANY,
+            in_company: self.requests.now() >= COMPANY,
         };
         let gather = async || {
             self.check_parts(&name, &mutate.ops).await?;
@@ -321,15 +334,4 @@ impl Osd {
         }
         Ok(done.mutated)
     }
-}
-
-fn count(body: &RequestBody) {
-    let kind = match body {
-        RequestBody::Object(ObjectRequest::Mutate(_)) => "mutate",
-        RequestBody::Object(ObjectRequest::Read(_)) => "read",
-        RequestBody::Object(ObjectRequest::Query(_)) => "query",
-        RequestBody::Object(ObjectRequest::List(_)) => "list",
-        _ => "admin",
-    };
-    metrics::counter!("outboard_osd_requests_total", "kind" => kind).increment(1);
 }

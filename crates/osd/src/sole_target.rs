@@ -1,6 +1,7 @@
 //! [`SoleTarget`]: the target of a placement group without redundancy.
 
 use std::rc::Rc;
+use std::sync::Arc;
 use std::time::Duration;
 
 use wire::{Error, TargetState};
@@ -14,14 +15,14 @@ use crate::witness::NodeWitness;
 /// target has gone back to an earlier state, because no other target has the lost changes.
 pub(crate) struct SoleTarget {
     target: Rc<Target>,
-    witness: Rc<NodeWitness>,
+    witness: Arc<NodeWitness>,
     patience: Duration,
 }
 
 impl SoleTarget {
     /// Creates the state of a group's only target. Queries of the target wait at most `patience`.
-    pub(crate) fn new(target: &Rc<Target>, witness: &Rc<NodeWitness>, patience: Duration) -> SoleTarget {
-        SoleTarget { target: Rc::clone(target), witness: Rc::clone(witness), patience }
+    pub(crate) fn new(target: &Rc<Target>, witness: &Arc<NodeWitness>, patience: Duration) -> SoleTarget {
+        SoleTarget { target: Rc::clone(target), witness: Arc::clone(witness), patience }
     }
 
     /// Returns whether the target has failed, and requests wait no longer for its remount.

@@ -48,18 +48,14 @@ impl SpaceReclaim {
     /// Waits for space after a change found none. `seen` is the value of `progress` when that
     /// change began. Returns `true` once other changes or trims may have freed space. Returns
     /// `false` if no change is running that could free space, or if no space was freed by `until`.
-    /// `groups` returns the groups that may free space.
-    pub(crate) async fn may_come(
-        &self,
-        seen: u64,
-        until: Instant,
-        groups: impl Fn() -> Vec<Rc<Group>>,
-    ) -> bool {
+    /// `trim` makes the groups of all shards trim overwritten data, and returns whether any group
+    /// freed data.
+    pub(crate) async fn may_come(&self, seen: u64, until: Instant, trim: impl Future<Output = bool>) -> bool {
         if Instant::now() >= until {
             return false;
         }
         // A group that waits for a member may take long to trim.
-        match tokio::time::timeout_at(until, self.trim(groups)).await {
+        match tokio::time::timeout_at(until, trim).await {
             Ok(false) => {}
             Ok(true) => return true,
             Err(_) => return false,
@@ -76,7 +72,7 @@ impl SpaceReclaim {
     }
 
     /// Makes the groups trim overwritten data. Returns whether any group freed data.
-    async fn trim(&self, groups: impl Fn() -> Vec<Rc<Group>>) -> bool {
+    pub(crate) async fn trim(&self, groups: impl Fn() -> Vec<Rc<Group>>) -> bool {
         let before = self.trims.get();
         let _one_at_a_time = self.trimming.lock().await;
         if self.trims.get() != before {

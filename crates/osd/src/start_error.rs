@@ -106,6 +106,17 @@ pub enum StartError {
     /// The listener's address has no port, which clients need.
     #[error("the osd listens at {0}, which has no port; listen at an address of the form host:port")]
     NoPort(String),
+    /// The port of a shard would exceed the greatest port number.
+    #[error(
+        "shard {offset} of the osd needs port {first} + {offset}, which is above 65535; listen to a smaller port, or \
+         use fewer shards (osd.shards)"
+    )]
+    PortsEnd {
+        /// Port of the first shard.
+        first: u16,
+        /// Number of the shard.
+        offset: u16,
+    },
     /// The operating system refused to start a thread of the osd.
     #[error("cannot start a thread of the osd: {0}; check the limits on processes and files")]
     Os(#[from] std::io::Error),

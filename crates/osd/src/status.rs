@@ -1,94 +1,183 @@
 //! Collects the node's status for display.
 
-use messenger::Shortage;
-use store::StoreCalls;
-use wire::{ConnectionStatus, NodeStatus, ShortageCounts, Space, StagingStatus, TargetState, TargetStatus};
+use std::rc::Rc;
 
+use messenger::{Admissions, Shortage};
+use store::StoreCalls;
+use uuid::Uuid;
+use wire::{
+    CodingStatus, ConnectionStatus, NodeStatus, PathStatus, RebuildStatus, RequestTimes, ShardStatus,
+    ShortageCounts, Space, StagingStatus, TargetState, TargetStatus, ThreadTimes,
+};
+
+use crate::mailbox::ShardGone;
 use crate::map::TargetRecord;
 use crate::osd::Osd;
+use crate::shard::Shard;
 use crate::target::Target;
 
 /// Maximum time to wait for a target's answer.
 const PATIENCE: std::time::Duration = std::time::Duration::from_secs(2);
 
+/// What one shard contributes to the node's status.
+struct ShardReport {
+    status: ShardStatus,
+    connections: ConnectionStatus,
+    paths: Vec<PathStatus>,
+    sessions_one_sided: u32,
+    times: RequestTimes,
+    rebuild: RebuildStatus,
+    coding: CodingStatus,
+    targets: Vec<TargetView>,
+}
+
+/// How a shard sees one target.
+struct TargetView {
+    uuid: Uuid,
+    state: TargetState,
+    next_try_ms: Option<u64>,
+    failure: Option<String>,
+    went_back: bool,
+}
+
 /// Returns the current status. A target that does not answer is listed with an error.
-pub(crate) async fn status(osd: &Osd) -> NodeStatus {
-    let records = osd.map.borrow().targets.clone();
-    let targets = records.iter().map(|record| async {
-        let target = osd.targets.iter().find(|t| t.uuid == record.uuid);
-        target_status(osd, record, target.map(|t| &**t)).await
-    });
-    let targets = futures::future::join_all(targets).await;
-    let (free, fewest) = osd.staging.free_bytes();
-    let map = osd.map.borrow();
-    NodeStatus {
+pub(crate) async fn status(osd: &Osd) -> Result<NodeStatus, ShardGone> {
+    let shard = &osd.shard;
+    let reports = shard.each(async |shard: Rc<Shard>| report(&shard)).await?;
+    let records = shard.map.borrow().targets.clone();
+    let targets = records.iter().map(|record| target_status(osd, record, &reports));
+    let targets = futures::future::try_join_all(targets).await?;
+    let health = osd.health().await?;
+    let (mut times, mut thread_ns) = (RequestTimes::default(), ThreadTimes::default());
+    let (mut rebuild, mut staging) = (RebuildStatus::default(), StagingStatus::default());
+    let mut coding: Option<CodingStatus> = None;
+    let mut connections = ConnectionStatus::default();
+    let mut requests = 0;
+    for report in &reports {
+        times += report.times;
+        thread_ns += report.status.thread_ns;
+        rebuild += report.rebuild.clone();
+        staging += report.status.staging;
+        requests += report.status.requests;
+        connections.max_connections = report.connections.max_connections;
+        connections.max_handshakes = report.connections.max_handshakes;
+        connections.reclaimed += report.connections.reclaimed;
+        connections.refused += report.connections.refused;
+        match &mut coding {
+            Some(sum) => *sum += report.coding.clone(),
+            None => coding = Some(report.coding.clone()),
+        }
+    }
+    // The osd limits sessions, and the messenger limits connections. A client can lose its slot, or
+    // get no slot, because of either limit.
+    let shortages = osd.shortages();
+    connections.reclaimed.sessions = shortages.reclaimed;
+    connections.refused.sessions = shortages.refused;
+    let first = reports.first();
+    let map = shard.map.borrow();
+    Ok(NodeStatus {
         node: map.node,
-        placement: osd.config.placement,
-        engine: osd.config.engine.clone(),
-        emulated: osd.config.emulated,
-        osd_pid: osd.config.pid,
-        uptime_seconds: osd.age.ran().as_secs(),
+        placement: shard.config.placement,
+        engine: shard.config.engine.clone(),
+        emulated: shard.config.emulated,
+        osd_pid: shard.config.pid,
+        uptime_seconds: shard.age.ran().as_secs(),
         map_epoch: map.epoch,
-        health: osd.health(),
-        rebuild: osd.rebuilds.status(osd.pace.rate()),
+        health,
+        rebuild,
         targets,
         pools: osd.list_pools(),
-        paths: osd.paths.borrow().clone(),
-        sessions: osd.sessions.borrow().connected(),
-        sessions_one_sided: osd.one_sided_connections(),
-        connections: connections(osd),
-        requests: osd.requests.get(),
-        times: osd.times.requests(),
-        thread_ns: osd.times.thread(),
-        offload: osd.config.offload.as_ref().map(|source| (source.0)()),
-        coding: osd.coding.status(),
-        staging: StagingStatus {
-            total_bytes: osd.staging.arena().len() as u64,
-            free_bytes: free as u64,
-            least_free_bytes: fewest as u64,
+        paths: first.map(|report| report.paths.clone()).unwrap_or_default(),
+        sessions: shard.presence.connected(),
+        // Each client has a connection to the first shard.
+        sessions_one_sided: first.map_or(0, |report| report.sessions_one_sided),
+        connections,
+        requests,
+        times,
+        thread_ns,
+        offload: shard.config.offload.as_ref().map(|source| (source.0)()),
+        coding: coding.unwrap_or_default(),
+        staging,
+        shards: reports.into_iter().map(|report| report.status).collect(),
+    })
+}
+
+/// Returns what a shard contributes to the status.
+fn report(shard: &Shard) -> ShardReport {
+    let (free, fewest) = shard.staging.free_bytes();
+    let endpoint = shard.endpoint();
+    let view = |target: &Rc<Target>| {
+        let (state, next_try) = target.state();
+        TargetView {
+            uuid: target.uuid,
+            state,
+            next_try_ms: next_try.map(|wait| u64::try_from(wait.as_millis()).unwrap_or(u64::MAX)),
+            failure: target.failure(),
+            went_back: target.went_back() == Some(true),
+        }
+    };
+    ShardReport {
+        status: ShardStatus {
+            endpoint: endpoint.map(|endpoint| endpoint.address.clone()).unwrap_or_default(),
+            sessions: shard.clients.sessions(),
+            requests: shard.requests.now(),
+            completed: shard.requests.completed(),
+            messages: shard.peers.sent(),
+            thread_ns: shard.times.thread(),
+            staging: StagingStatus {
+                total_bytes: shard.staging.arena().len() as u64,
+                free_bytes: free as u64,
+                least_free_bytes: fewest as u64,
+            },
         },
+        connections: endpoint.map(|endpoint| connections(&endpoint.admissions)).unwrap_or_default(),
+        paths: endpoint.map(|endpoint| endpoint.paths.clone()).unwrap_or_default(),
+        sessions_one_sided: shard.clients.one_sided(),
+        times: shard.times.requests(),
+        rebuild: shard.rebuilds.status(shard.pace.rate()),
+        coding: shard.coding.status(),
+        targets: shard.targets.iter().map(view).collect(),
     }
 }
 
-fn connections(osd: &Osd) -> ConnectionStatus {
-    let admissions = osd.admissions.borrow();
-    let Some(admissions) = admissions.as_ref() else { return ConnectionStatus::default() };
-    let shortages = osd.sessions.borrow().shortages();
-    // The osd limits sessions, and the messenger limits connections. A client can lose its slot, or
-    // get no slot, because of either limit.
-    let counts = |count: &dyn Fn(Shortage) -> u64, sessions| ShortageCounts {
+fn connections(admissions: &Admissions) -> ConnectionStatus {
+    let counts = |count: &dyn Fn(Shortage) -> u64| ShortageCounts {
         handshakes: count(Shortage::Handshakes),
         connections: count(Shortage::Connections),
         detached: count(Shortage::Detached),
         descriptors: count(Shortage::Descriptors),
-        sessions,
+        sessions: 0,
     };
     ConnectionStatus {
         max_connections: admissions.max_connections() as u64,
         max_handshakes: admissions.max_handshakes() as u64,
-        reclaimed: counts(&|shortage| admissions.reclaimed(shortage), shortages.reclaimed),
-        refused: counts(&|shortage| admissions.refused(shortage), shortages.refused),
+        reclaimed: counts(&|shortage| admissions.reclaimed(shortage)),
+        refused: counts(&|shortage| admissions.refused(shortage)),
     }
 }
 
-async fn target_status(osd: &Osd, record: &TargetRecord, target: Option<&Target>) -> TargetStatus {
-    let failure = target.map_or(Some("the target is not present".into()), Target::failure);
-    let (state, next_try) = target.map_or((TargetState::Failed, None), Target::state);
-    let next_try_ms = next_try.map(|wait| u64::try_from(wait.as_millis()).unwrap_or(u64::MAX));
-    let space = space(target).await;
-    let (uuid, out, behind) = (record.uuid, record.out, osd.is_behind(record.uuid));
-    let went_back = target.and_then(Target::went_back) == Some(true);
-    TargetStatus {
+/// Returns the status of a target: the state on the shard that is worst off, and the failure there.
+async fn target_status(
+    osd: &Osd,
+    record: &TargetRecord,
+    reports: &[ShardReport],
+) -> Result<TargetStatus, ShardGone> {
+    let uuid = record.uuid;
+    let views = reports.iter().flat_map(|report| &report.targets).filter(|view| view.uuid == uuid);
+    let worst =
+        views.clone().reduce(|worst, view| if view.state as u8 > worst.state as u8 { view } else { worst });
+    let target = osd.shard.target(uuid);
+    Ok(TargetStatus {
         uuid,
-        out,
+        out: record.out,
         forgotten: record.forgotten || record.given_up,
-        went_back,
-        behind,
-        state,
-        failure,
-        next_try_ms,
-        space,
-    }
+        went_back: views.clone().any(|view| view.went_back),
+        behind: osd.is_behind(uuid).await?,
+        state: worst.map_or(TargetState::Failed, |view| view.state),
+        failure: worst.map_or_else(|| Some("the target is not present".into()), |view| view.failure.clone()),
+        next_try_ms: worst.and_then(|view| view.next_try_ms),
+        space: space(target.as_deref()).await,
+    })
 }
 
 async fn space(target: Option<&Target>) -> Result<Space, String> {

@@ -115,6 +115,16 @@ impl Target {
         self.step(HealthEvent::Lost(why));
     }
 
+    /// Takes over a failure that another shard has found at the start of the node. A shard finds out
+    /// by itself whether a target is slow.
+    pub(crate) fn take_over(&self, state: TargetState, why: &str) {
+        match state {
+            TargetState::Failed => self.lose(why.to_owned()),
+            TargetState::Failing => self.fail(self.store.incarnation(), &StoreError::Io(why.to_owned())),
+            TargetState::Up | TargetState::Slow => {}
+        }
+    }
+
     /// Records that a call in a collection of the target was not answered for `waited`. Placement
     /// groups with redundancy continue without the target if they can, until it answers in that
     /// collection.

@@ -1,5 +1,5 @@
-//! Sums of the time that requests took, by phase, and of the time that the osd's thread worked, by
-//! thread class. The sums are 0 when the osd starts.
+//! Sums of the time that requests took, by phase, and of the time that a shard's thread worked,
+//! by thread class. The sums are 0 when the osd starts.
 
 use std::cell::Cell;
 
@@ -30,11 +30,14 @@ impl RequestKind {
     }
 }
 
-/// The sums of one osd.
+/// The sums of one shard.
 pub(crate) struct Times {
     write: Sum,
     read: Sum,
     other: Sum,
+    /// Counters of requests: mutate, read, query, list and all others.
+    kinds: [Counter; 5],
+    refused: Counter,
     thread: [(ThreadClass, ClassTime); CLASSES.len()],
 }
 
@@ -53,12 +56,43 @@ struct ClassTime {
 }
 
 impl Times {
-    pub(crate) fn new() -> Times {
+    /// Creates the sums of shard number `shard`. Each shard has its own metrics, so that the shards'
+    /// threads share no counters.
+    pub(crate) fn new(shard: u16) -> Times {
+        let shard = shard.to_string();
         let thread = CLASSES.map(|class| {
-            let counter = counter!("outboard_osd_thread_nanoseconds_total", "class" => class.prefix());
+            let labels = [("class", class.prefix().to_owned()), ("shard", shard.clone())];
+            let counter = counter!("outboard_osd_thread_nanoseconds_total", &labels);
             (class, ClassTime { counter, counted: Cell::default() })
         });
-        Times { write: Sum::new("write"), read: Sum::new("read"), other: Sum::new("other"), thread }
+        let sum = |op| Sum::new(op, &shard);
+        let kind = |kind| counter!("outboard_osd_requests_total", "kind" => kind, "shard" => shard.clone());
+        Times {
+            write: sum("write"),
+            read: sum("read"),
+            other: sum("other"),
+            kinds: ["mutate", "read", "query", "list", "admin"].map(kind),
+            refused: counter!("outboard_osd_refused_total", "shard" => shard.clone()),
+            thread,
+        }
+    }
+
+    /// Counts a request that begins.
+    pub(crate) fn count(&self, body: &RequestBody) {
+        let [mutate, read, query, list, admin] = &self.kinds;
+        let counter = match body {
+            RequestBody::Object(ObjectRequest::Mutate(_)) => mutate,
+            RequestBody::Object(ObjectRequest::Read(_)) => read,
+            RequestBody::Object(ObjectRequest::Query(_)) => query,
+            RequestBody::Object(ObjectRequest::List(_)) => list,
+            _ => admin,
+        };
+        counter.increment(1);
+    }
+
+    /// Counts a request that was refused.
+    pub(crate) fn refused(&self) {
+        self.refused.increment(1);
     }
 
     /// Adds the time of a request whose reply was passed to the connection.
@@ -90,12 +124,15 @@ impl Times {
 }
 
 impl Sum {
-    fn new(op: &'static str) -> Sum {
-        let phase = |phase| counter!("outboard_osd_request_nanoseconds_total", "op" => op, "phase" => phase);
+    fn new(op: &'static str, shard: &str) -> Sum {
+        let phase = |phase: &'static str| {
+            let labels = [("op", op.to_owned()), ("phase", phase.to_owned()), ("shard", shard.to_owned())];
+            counter!("outboard_osd_request_nanoseconds_total", &labels)
+        };
         Sum {
             count: Cell::default(),
             sum: Cell::default(),
-            counted: counter!("outboard_osd_requests_timed_total", "op" => op),
+            counted: counter!("outboard_osd_requests_timed_total", "op" => op, "shard" => shard.to_owned()),
             phases: ["host", "dma", "dma_wait", "others"].map(phase),
         }
     }

@@ -17,10 +17,9 @@
 //! witness with a lower counter than any target's is an old copy, and counts as lost. A witness of
 //! another node counts as lost, too. A lost witness is replaced by a new one.
 
-use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::io;
-use std::sync::Arc;
+use std::sync::{Arc, MutexGuard, PoisonError};
 
 use array::WitnessEntry;
 use base::BoxFuture;
@@ -99,20 +98,29 @@ struct Knowledge {
     ages: BTreeMap<Uuid, (u64, u64)>,
 }
 
-/// The witness of a node. If it has no storage, it is lost when the osd ends.
+/// The witness of a node, which all shards share. It is not part of the data path. If it has no
+/// storage, it is lost when the osd ends.
 pub(crate) struct NodeWitness {
     storage: Option<WitnessAt>,
-    knowledge: RefCell<Knowledge>,
-    /// Number of changes of `knowledge`.
-    changes: Cell<u64>,
-    /// Number of changes that are stored.
-    stored: Cell<u64>,
-    /// Counter of the last write, which may have failed.
-    counter: Cell<u64>,
-    /// Counter of the last write that has succeeded.
-    durable: Cell<u64>,
+    state: std::sync::Mutex<WitnessState>,
     writing: Mutex<()>,
 }
+
+/// What the witness knows, and how much of it is stored.
+struct WitnessState {
+    knowledge: Knowledge,
+    /// Number of changes of `knowledge`.
+    changes: u64,
+    /// Number of changes that are stored.
+    stored: u64,
+    /// Counter of the last write, which may have failed.
+    counter: u64,
+    /// Counter of the last write that has succeeded.
+    durable: u64,
+}
+
+/// The witness, as the placement groups of one shard see it.
+pub(crate) struct SharedWitness(pub(crate) Arc<NodeWitness>);
 
 impl NodeWitness {
     /// Reads the witness. Damaged content counts as lost.
@@ -131,20 +139,20 @@ impl NodeWitness {
             content
         });
         let content = content.unwrap_or_default();
-        Ok(NodeWitness {
-            storage,
-            counter: Cell::new(content.counter),
-            durable: Cell::new(content.counter),
-            knowledge: RefCell::new(content.into()),
-            changes: Cell::new(0),
-            stored: Cell::new(0),
-            writing: Mutex::default(),
-        })
+        let counter = content.counter;
+        let state =
+            WitnessState { knowledge: content.into(), changes: 0, stored: 0, counter, durable: counter };
+        Ok(NodeWitness { storage, state: std::sync::Mutex::new(state), writing: Mutex::default() })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, WitnessState> {
+        // No code panics while it holds the lock and has changed only a part of the state.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Returns the epoch of the last map of the node that was saved; `None` if it is unknown.
     pub(crate) fn map_epoch(&self, node: Uuid) -> Option<u64> {
-        let knowledge = self.knowledge.borrow();
+        let knowledge = &self.lock().knowledge;
         (knowledge.node == node && knowledge.map_epoch > 0).then_some(knowledge.map_epoch)
     }
 
@@ -155,24 +163,24 @@ impl NodeWitness {
 
     /// Returns the counter that is stored. The targets store it, too.
     pub(crate) fn counter(&self) -> u64 {
-        self.durable.get()
+        self.lock().durable
     }
 
     /// Checks that the witness belongs to the node, and that it is not older than the counter that
     /// the targets have stored. Otherwise, forgets what it knows.
     pub(crate) fn check(&self, node: Uuid, counter: u64) {
-        let mut knowledge = self.knowledge.borrow_mut();
-        let is_empty = *knowledge == Knowledge::default();
-        if knowledge.node == node && self.counter.get() >= counter {
+        let mut state = self.lock();
+        let is_empty = state.knowledge == Knowledge::default();
+        if state.knowledge.node == node && state.counter >= counter {
             return;
         }
         if !is_empty {
-            let (own, found) = (self.counter.get(), knowledge.node);
+            let (own, found) = (state.counter, state.knowledge.node);
             tracing::error!(%node, found = %found, own, expected = counter, "the witness belongs to another node or is an old copy, and counts as lost");
         }
-        *knowledge = Knowledge { node, ..Knowledge::default() };
-        self.counter.set(self.counter.get().max(counter));
-        self.changes.set(self.changes.get() + 1);
+        state.knowledge = Knowledge { node, ..Knowledge::default() };
+        state.counter = state.counter.max(counter);
+        state.changes += 1;
     }
 
     /// Stores the epoch of the map.
@@ -185,19 +193,20 @@ impl NodeWitness {
 
     /// Returns the last age of the node that a target has certainly stored; `None` if it is unknown.
     pub(crate) fn age_of(&self, target: Uuid) -> Option<(u64, u64)> {
-        self.knowledge.borrow().ages.get(&target).copied()
+        self.lock().knowledge.ages.get(&target).copied()
     }
 
     /// Returns the greatest age of the node that any target has certainly stored.
     pub(crate) fn newest_age(&self) -> Option<(u64, u64)> {
-        self.knowledge.borrow().ages.values().max().copied()
+        self.lock().knowledge.ages.values().max().copied()
     }
 
     /// Notes that a target must have stored an age of the node, although it is not known which one. The
     /// next write stores this.
     pub(crate) fn expect_age(&self, target: Uuid) {
-        self.knowledge.borrow_mut().ages.entry(target).or_insert((0, 1));
-        self.changes.set(self.changes.get() + 1);
+        let mut state = self.lock();
+        state.knowledge.ages.entry(target).or_insert((0, 1));
+        state.changes += 1;
     }
 
     /// Stores that these targets have stored an age of the node.
@@ -215,61 +224,68 @@ impl NodeWitness {
     /// Forgets the age that a target has stored, because the operator has accepted that the target
     /// has gone back. The next write stores this.
     pub(crate) fn forget_age(&self, target: Uuid) {
-        if self.knowledge.borrow_mut().ages.remove(&target).is_some() {
-            self.changes.set(self.changes.get() + 1);
+        let mut state = self.lock();
+        if state.knowledge.ages.remove(&target).is_some() {
+            state.changes += 1;
         }
     }
 
     /// Forgets the ages of targets for which `is_target` returns false. The next write stores this.
     pub(crate) fn retain_targets(&self, is_target: impl Fn(Uuid) -> bool) {
-        self.knowledge.borrow_mut().ages.retain(|uuid, _| is_target(*uuid));
+        self.lock().knowledge.ages.retain(|uuid, _| is_target(*uuid));
     }
 
     /// Forgets the groups of pools for which `is_pool` returns false. The next write stores this.
     pub(crate) fn retain_pools(&self, is_pool: impl Fn(u32) -> bool) {
-        self.knowledge.borrow_mut().groups.retain(|(pool, _), _| is_pool(*pool));
+        self.lock().knowledge.groups.retain(|(pool, _), _| is_pool(*pool));
     }
 
     /// Changes what the witness knows, and waits until it is stored. `change` returns whether it has
     /// changed anything.
     async fn change(&self, change: impl FnOnce(&mut Knowledge) -> bool) -> store::Result<()> {
-        if change(&mut self.knowledge.borrow_mut()) {
-            self.changes.set(self.changes.get() + 1);
-        }
-        let needed = self.changes.get();
-        if self.stored.get() >= needed {
-            return Ok(());
-        }
-        let _one_at_a_time = self.writing.lock().await;
-        if self.stored.get() >= needed {
-            return Ok(());
-        }
-        let Some(storage) = &self.storage else {
-            self.stored.set(self.changes.get());
-            return Ok(());
+        let needed = {
+            let mut state = self.lock();
+            if change(&mut state.knowledge) {
+                state.changes += 1;
+            }
+            if state.stored >= state.changes {
+                return Ok(());
+            }
+            state.changes
         };
-        let changes = self.changes.get();
-        let counter = self.counter.get() + 1;
-        self.counter.set(counter);
-        let content = StoredWitness::new(&self.knowledge.borrow(), counter);
+        let _one_at_a_time = self.writing.lock().await;
+        let (storage, content, changes, counter) = {
+            let mut state = self.lock();
+            if state.stored >= needed {
+                return Ok(());
+            }
+            let Some(storage) = &self.storage else {
+                state.stored = state.changes;
+                return Ok(());
+            };
+            state.counter += 1;
+            let content = StoredWitness::new(&state.knowledge, state.counter);
+            (storage, content, state.changes, state.counter)
+        };
         storage.0.replace(content.encode()).await.map_err(|e| {
             tracing::error!(error = %e, "the witness cannot be stored; placement groups whose members change wait");
             StoreError::Disconnected(format!("the witness cannot be stored: {e}"))
         })?;
         metrics::counter!("outboard_osd_witness_writes_total").increment(1);
-        self.stored.set(changes);
-        self.durable.set(counter);
+        let mut state = self.lock();
+        state.stored = changes;
+        state.durable = counter;
         Ok(())
     }
 }
 
-impl array::Witness for NodeWitness {
+impl array::Witness for SharedWitness {
     fn entry(&self, place: (u32, u32)) -> Option<WitnessEntry> {
-        self.knowledge.borrow().groups.get(&place).cloned()
+        self.0.lock().knowledge.groups.get(&place).cloned()
     }
 
     fn store(&self, place: (u32, u32), entry: WitnessEntry) -> LocalBoxFuture<'_, store::Result<()>> {
-        Box::pin(self.change(move |knowledge| {
+        Box::pin(self.0.change(move |knowledge| {
             let old = knowledge.groups.insert(place, entry.clone());
             old.as_ref() != Some(&entry)
         }))

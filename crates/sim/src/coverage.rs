@@ -14,12 +14,17 @@ use crate::plan::FaultKind;
 /// The effect of [`FaultKind::DamageLogEnd`].
 pub(crate) const BITS_AT_LOG_ENDS: &str = "drive: bits flipped at log ends";
 
+/// The effect of [`FaultKind::Shards`].
+pub(crate) const SHARDED_STARTS: &str = "node: starts of an osd with several shards";
+
 /// Effects that only one kind of fault has.
 const OF_ONE_KIND: &[(FaultKind, &str)] = &[
     (FaultKind::FlipInWrite, "drive: bits flipped in writes"),
     (FaultKind::DamageLogEnd, BITS_AT_LOG_ENDS),
     (FaultKind::FlipInMemory, "memory: bits flipped in reads"),
     (FaultKind::FlipInMemory, "memory: bits flipped in writes"),
+    (FaultKind::Shards, SHARDED_STARTS),
+    (FaultKind::Shards, "metric: outboard_osd_shard_messages_total"),
     (FaultKind::Witness, "witness: failed writes"),
     (FaultKind::Witness, "witness: late writes"),
     (FaultKind::Witness, "witness: losses"),

@@ -13,13 +13,13 @@ use base::mem::Arena;
 use base::pool::BufferPool;
 use base::task::spawn_local;
 use base::thread::ThreadClass;
-use channel::TargetInfo;
 use channel::sim::{ControlWire, EngineFaults, SimEngine, SimEngineOptions, WireOptions};
+use channel::{SeatClaim, TargetInfo};
 use messenger::transport::sim::SimNetwork;
 use messenger::{ConnectionConfig, SimStack};
 use node::remount;
 use node::targets::Mounted;
-use osd::{OsdConfig, OsdServer, WitnessAt};
+use osd::{OsdConfig, OsdServer, ShardResources, WitnessAt};
 use proxy::{
     Attachment, AttachmentOptions, LocalServer, ServedTarget, ServerOptions, StoreEndpoint, StoreListener,
 };
@@ -33,7 +33,7 @@ use uuid::Uuid;
 use wire::{CodingMode, CodingOffload, Placement};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-use crate::coverage::Coverage;
+use crate::coverage::{Coverage, SHARDED_STARTS};
 use crate::memory::{DamagedMemorySet, DamagedMemoryStore, MemoryFlips};
 use crate::plan::{NodeRole, RandomStream, SimulationPlan, rng};
 use crate::role::SimRole;
@@ -65,8 +65,8 @@ pub struct SimNode {
     network: SimNetwork,
     /// The control connection between osd and store.
     wire: ControlWire,
-    /// The DMA engine of the osd that was started last.
-    engine: RefCell<Option<Arc<SimEngine>>>,
+    /// The DMA engines of the osd that was started last, one for each shard.
+    engines: RefCell<Vec<Arc<SimEngine>>>,
     engines_started: Cell<u64>,
     /// Random faults of each DMA engine.
     dma: Cell<EngineFaults>,
@@ -80,6 +80,8 @@ pub struct SimNode {
     /// Bits that flip in the osd's memory.
     memory_flips: MemoryFlips,
     osds_started: Cell<u64>,
+    /// Number of starts of an osd with several shards.
+    sharded_osds_started: Cell<u64>,
     drives_made: Cell<usize>,
     /// The present drive of each target.
     drives: RefCell<Vec<(Uuid, Arc<SimDrive>)>>,
@@ -106,8 +108,8 @@ struct RoleSlot {
     clock: Arc<AtomicI64>,
 }
 
-/// What the osd uses for its requests.
-struct OsdParts {
+/// What a shard of the osd uses for its requests.
+struct ShardParts {
     targets: Vec<(Uuid, Arc<dyn ObjectStore>)>,
     staging: BufferPool,
     stripes: StripesAt,
@@ -129,7 +131,7 @@ impl SimNode {
             began: Instant::now(),
             network,
             wire,
-            engine: RefCell::default(),
+            engines: RefCell::default(),
             engines_started: Cell::new(0),
             dma: Cell::new(plan.dma),
             engine_trace: Cell::new(0),
@@ -138,6 +140,7 @@ impl SimNode {
             witness: Arc::default(),
             memory_flips: MemoryFlips::new(rng(plan.seed, RandomStream::MemoryFlips)),
             osds_started: Cell::new(0),
+            sharded_osds_started: Cell::new(0),
             drives_made: Cell::new(plan.targets),
             drives: RefCell::new(drives),
             retired: RefCell::default(),
@@ -179,10 +182,11 @@ impl SimNode {
             let node = Rc::clone(&self);
             let role = match (kind, self.plan.placement) {
                 (NodeRole::Store, _) => SimRole::start(node.store_body()),
-                (NodeRole::Osd, Placement::Host) => SimRole::start(node.node_body()),
+                (NodeRole::Osd, Placement::Host) => SimRole::start(node.node_body(self.begin_osd())),
                 (NodeRole::Osd, Placement::Dpu) => {
-                    let engine = self.start_engine();
-                    SimRole::start(node.osd_body(engine))
+                    let shards = self.begin_osd();
+                    self.start_engines(shards);
+                    SimRole::start(node.osd_body(shards))
                 }
             };
             *slot.role.borrow_mut() = Some(role.clone());
@@ -196,19 +200,33 @@ impl SimNode {
         }
     }
 
-    /// Starts a DMA engine. Its device is not part of a role.
-    fn start_engine(&self) -> Arc<SimEngine> {
-        self.engines_started.set(self.engines_started.get() + 1);
-        let seed = rng(self.plan.seed, RandomStream::Dma(self.engines_started.get())).random();
-        let (engine, device) =
-            SimEngine::new(SimEngineOptions { seed, faults: self.dma.get(), ..SimEngineOptions::default() });
-        spawn_local(ThreadClass::Dma, device);
-        if let Some(before) = self.engine.borrow_mut().replace(Arc::clone(&engine)) {
+    /// Counts a start of an osd. Returns its number of shards.
+    fn begin_osd(&self) -> u16 {
+        let earlier = self.osds_started.get();
+        self.osds_started.set(earlier + 1);
+        let shards = self.plan.shards(earlier);
+        if shards > 1 {
+            self.sharded_osds_started.set(self.sharded_osds_started.get() + 1);
+            self.trace.event(format_args!("the osd has {shards} shards"));
+        }
+        shards
+    }
+
+    /// Starts a DMA engine for each shard. Their devices are not part of a role.
+    fn start_engines(&self, shards: u16) {
+        let start = |_| {
+            self.engines_started.set(self.engines_started.get() + 1);
+            let seed = rng(self.plan.seed, RandomStream::Dma(self.engines_started.get())).random();
+            let options = SimEngineOptions { seed, faults: self.dma.get(), ..SimEngineOptions::default() };
+            let (engine, device) = SimEngine::new(options);
+            spawn_local(ThreadClass::Dma, device);
+            engine
+        };
+        for before in self.engines.replace((0..shards).map(start).collect()) {
             let hash = xxh3_64_with_seed(&before.stats().trace.to_le_bytes(), self.engine_trace.get());
             self.engine_trace.set(hash);
             add_engine(&mut self.engine_coverage.borrow_mut(), &before);
         }
-        engine
     }
 
     /// Cuts a role off from drives, network and the other role, so that its destructors have no
@@ -221,7 +239,7 @@ impl SimNode {
             NodeRole::Osd => {
                 self.network.sever(HOST);
                 self.wire.sever_osd();
-                self.engine.borrow().iter().for_each(|engine| engine.sever());
+                self.engines.borrow().iter().for_each(|engine| engine.sever());
             }
             NodeRole::Store => self.wire.sever_store(),
         }
@@ -283,13 +301,13 @@ impl SimNode {
         self.drives.borrow()[target].0
     }
 
-    /// The DMA engine of the running osd, if the node has one.
+    /// The DMA engines of the running osd; none if the node has none.
     #[must_use]
-    pub fn engine(&self) -> Option<Arc<SimEngine>> {
-        self.engine.borrow().clone()
+    pub fn engines(&self) -> Vec<Arc<SimEngine>> {
+        self.engines.borrow().clone()
     }
 
-    /// Random faults of the DMA engine while no other fault changes them.
+    /// Random faults of the DMA engines while no other fault changes them.
     #[must_use]
     pub fn dma(&self) -> EngineFaults {
         self.dma.get()
@@ -323,7 +341,7 @@ impl SimNode {
         self.memory_flips.set(0.0);
         self.witness.trouble(None);
         self.dma.set(EngineFaults::default());
-        self.engine.borrow().iter().for_each(|engine| engine.set_faults(EngineFaults::default()));
+        self.engines.borrow().iter().for_each(|engine| engine.set_faults(EngineFaults::default()));
         self.wire.refuse(false);
         self.wire.hold(false);
         self.network.links_down(false);
@@ -338,8 +356,8 @@ impl SimNode {
     #[must_use]
     pub fn trace(&self) -> u64 {
         let drives: Vec<u64> = self.all_drives().iter().map(|drive| drive.trace()).collect();
-        let engine = self.engine.borrow().as_ref().map(|engine| engine.stats().trace);
-        let hashes = drives.into_iter().chain([self.engine_trace.get()]).chain(engine);
+        let engines: Vec<u64> = self.engines.borrow().iter().map(|engine| engine.stats().trace).collect();
+        let hashes = drives.into_iter().chain([self.engine_trace.get()]).chain(engines);
         hashes.fold(0, |hash, next| xxh3_64_with_seed(&next.to_le_bytes(), hash))
     }
 
@@ -379,7 +397,7 @@ impl SimNode {
         ] {
             coverage.add(format!("channel: {name}"), count);
         }
-        self.engine
+        self.engines
             .borrow()
             .iter()
             .for_each(|engine| add_engine(&mut self.engine_coverage.borrow_mut(), engine));
@@ -393,6 +411,7 @@ impl SimNode {
         coverage.add("witness: losses", witness.losses);
         coverage.add("witness: older copies", witness.older_copies);
         coverage.add("node: starts of an osd", self.osds_started.get());
+        coverage.add(SHARDED_STARTS, self.sharded_osds_started.get());
     }
 
     /// Faults of the engines that compute parity.
@@ -482,11 +501,12 @@ impl SimNode {
     }
 
     /// The body of the osd's role with the placement `host`.
-    async fn node_body(self: Rc<SimNode>) {
+    async fn node_body(self: Rc<SimNode>, shards: u16) {
         let mounted = self.mount_all().await;
         let offered: Vec<_> =
             mounted.iter().map(|m| (m.uuid, Arc::new(RemountedStore::new(m.object_store())))).collect();
-        let targets = offered.iter().map(|(uuid, store)| (*uuid, Arc::clone(store) as _)).collect();
+        let targets: Vec<(Uuid, Arc<dyn ObjectStore>)> =
+            offered.iter().map(|(uuid, store)| (*uuid, Arc::clone(store) as _)).collect();
         let node = Rc::clone(&self);
         spawn_local(ThreadClass::Admin, async move {
             let replace = |uuid, store: Arc<BlockStore>| {
@@ -496,10 +516,18 @@ impl SimNode {
             };
             node.keep_mounted(mounted, replace).await;
         });
-        let arena = Arena::anonymous(STAGING).expect("the machine has memory for a simulation");
-        let staging = BufferPool::new(arena, 0, LARGEST_BUFFER);
-        let stripes = StripesAt::Here(Some(self.coding_engines()));
-        self.serve(OsdParts { targets, staging, stripes, attachment: None }).await;
+        let engines = self.coding_engines();
+        let part = |_| {
+            let arena = Arena::anonymous(STAGING / usize::from(shards));
+            let arena = arena.expect("the machine has memory for a simulation");
+            ShardParts {
+                targets: targets.clone(),
+                staging: BufferPool::new(arena, 0, LARGEST_BUFFER),
+                stripes: StripesAt::Here(Some(Arc::clone(&engines))),
+                attachment: None,
+            }
+        };
+        self.serve((0..shards).map(part).collect()).await;
     }
 
     /// The body of the store's role.
@@ -516,35 +544,45 @@ impl SimNode {
     }
 
     /// The body of the osd's role with the placement `dpu`.
-    async fn osd_body(self: Rc<SimNode>, engine: Arc<SimEngine>) {
-        let mut options = AttachmentOptions { engine: Some(engine), ..AttachmentOptions::default() };
+    async fn osd_body(self: Rc<SimNode>, shards: u16) {
+        let mut parts = Vec::new();
+        let run = base::entropy::uuid().as_u128();
+        for (seat, engine) in (0..shards).zip(self.engines()) {
+            let seat = SeatClaim { osd: run, seat, seats: shards };
+            match self.attach(seat, engine).await {
+                Ok(part) => parts.push(part),
+                Err(e) => return self.trace.event(format_args!("the osd cannot attach to the store: {e}")),
+            }
+        }
+        self.serve(parts).await;
+    }
+
+    /// Attaches a shard to the store.
+    async fn attach(&self, seat: SeatClaim, engine: Arc<SimEngine>) -> channel::Result<ShardParts> {
+        let mut options = AttachmentOptions { engine: Some(engine), seat, ..AttachmentOptions::default() };
+        let shards = usize::from(seat.seats);
         options.verify_every = self.plan.verify_every();
-        options.memory.layout.data_len = WINDOW;
-        options.memory.pool_len = STAGING;
+        options.memory.layout.data_len = WINDOW / u64::from(seat.seats) / 4096 * 4096;
+        options.memory.pool_len = STAGING / shards / LARGEST_BUFFER * LARGEST_BUFFER;
         options.memory.largest_buffer = LARGEST_BUFFER;
-        let attachment = match Attachment::connect(StoreEndpoint::Sim(self.wire.clone()), options).await {
-            Ok(attachment) => attachment,
-            Err(e) => return self.trace.event(format_args!("the osd cannot attach to the store: {e}")),
-        };
+        let attachment = Attachment::connect(StoreEndpoint::Sim(self.wire.clone()), options).await?;
         let store = |(index, info): (usize, &TargetInfo)| {
             let store = DamagedMemoryStore::new(attachment.store(index), self.memory_flips.clone());
             (info.uuid, Arc::new(store) as _)
         };
         let stripes = DamagedMemorySet::new(attachment.store_set(), self.memory_flips.clone());
-        let parts = OsdParts {
+        Ok(ShardParts {
             targets: attachment.targets().iter().enumerate().map(store).collect(),
             staging: attachment.pool().clone(),
             stripes: StripesAt::There(Arc::new(stripes)),
             attachment: Some(attachment),
-        };
-        self.serve(parts).await;
+        })
     }
 
-    /// Returns the configuration for the next start of the osd. Each start has its own, as if the
-    /// operator had edited the configuration.
+    /// Returns the configuration of a shard of the osd that was started last. Each start has its own,
+    /// as if the operator had edited the configuration.
     fn config(&self, stripes: StripesAt) -> OsdConfig {
-        let number = self.osds_started.get();
-        self.osds_started.set(number + 1);
+        let number = self.osds_started.get() - 1;
         let mut rng = rng(self.plan.seed, RandomStream::Config(number));
         let modes = [CodingMode::LatencySensitive, CodingMode::Async, CodingMode::Auto];
         let mode = if number == 0 { self.plan.coding } else { modes[rng.random_range(0..modes.len())] };
@@ -599,8 +637,7 @@ impl SimNode {
             .collect()
     }
 
-    async fn serve(&self, parts: OsdParts) {
-        let config = self.config(parts.stripes);
+    async fn serve(&self, parts: Vec<ShardParts>) {
         let ready = |started: Result<osd::OsdStarted, osd::StartError>| {
             self.is_refused.set(started.is_err());
             match started {
@@ -609,13 +646,22 @@ impl SimNode {
             }
         };
         let stack = Arc::new(stack(&self.plan, &self.network, HOST));
+        let attachments: Vec<_> = parts.iter().filter_map(|part| part.attachment.clone()).collect();
         let superseded = async {
-            match &parts.attachment {
-                Some(attachment) => attachment.superseded().await,
-                None => std::future::pending().await,
+            match attachments.is_empty() {
+                true => std::future::pending().await,
+                false => {
+                    let any = attachments.iter().map(|attachment| Box::pin(attachment.superseded()));
+                    drop(futures::future::select_all(any).await);
+                }
             }
         };
-        OsdServer::serve(config, parts.targets, parts.staging, stack, ENDPOINT, ready, superseded).await;
+        let resources = parts.into_iter().map(|part| ShardResources {
+            config: self.config(part.stripes),
+            targets: part.targets,
+            staging: part.staging,
+        });
+        OsdServer::serve_on_one_thread(resources.collect(), stack, ENDPOINT, ready, superseded).await;
     }
 }
 

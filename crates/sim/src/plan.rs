@@ -127,6 +127,8 @@ kinds! {
     /// The calls of all clients meet on few objects, and the node loses power or a role is killed
     /// during these calls. This kind lasts for the whole simulation.
     HotObjects, "hot-objects", 0;
+    /// Each start of the osd has another number of shards. This kind lasts for the whole simulation.
+    Shards, "shards", 0;
     /// The operator starts a scrub, changes a setting, creates and removes a pool, or asks for the
     /// status.
     Command, "command", 8;
@@ -237,6 +239,8 @@ pub enum Victim {
     Witness,
     /// All clients.
     Clients,
+    /// The shards of the osd.
+    Shards,
     /// The pool with this number.
     Pool(usize),
     /// No object: the operator gives a command.
@@ -256,6 +260,7 @@ impl fmt::Display for Victim {
             Victim::Memory => f.write_str("the memory of the osd"),
             Victim::Witness => f.write_str("the witness"),
             Victim::Clients => f.write_str("all clients"),
+            Victim::Shards => f.write_str("the shards of the osd"),
             Victim::Pool(number) => write!(f, "pool {number}"),
             Victim::Operator => f.write_str("the operator"),
         }
@@ -435,6 +440,10 @@ pub enum RandomStream {
     Listings,
     /// The plans with hot objects.
     Hot,
+    /// The plans in which the osd has several shards.
+    Sharded,
+    /// The number of shards of the n-th osd.
+    Shards(u64),
 }
 
 /// Returns the random number generator for `stream` in the simulation of `seed`.
@@ -461,6 +470,8 @@ pub fn rng(seed: u64, stream: RandomStream) -> StdRng {
         RandomStream::LogEnd => (17, 0),
         RandomStream::Listings => (18, 0),
         RandomStream::Hot => (19, 0),
+        RandomStream::Sharded => (20, 0),
+        RandomStream::Shards(n) => (21, n),
     };
     let mut key = [0; 32];
     key[..8].copy_from_slice(&seed.to_le_bytes());
@@ -530,6 +541,7 @@ impl SimulationPlan {
         plan.faults.extend(plan.damage_at_log_end());
         plan.faults.extend(plan.witness_trouble());
         plan.faults.extend(plan.hot_objects(options));
+        plan.faults.extend(plan.many_shards());
         plan.faults.retain(|planned| !options.off.contains(&planned.kind));
         if plan.has_hot_objects() {
             let mut rng = self::rng(seed, RandomStream::Hot);
@@ -718,6 +730,21 @@ impl SimulationPlan {
             });
         }
         faults
+    }
+
+    /// Several shards, in half of the plans.
+    fn many_shards(&self) -> Option<PlannedFault> {
+        let mut rng = rng(self.seed, RandomStream::Sharded);
+        let (at, lasts, kind) = (Duration::ZERO, self.workload, FaultKind::Shards);
+        let fault = PlannedFault { at, lasts, kind, victim: Victim::Shards, detail: rng.random() };
+        rng.random_bool(0.5).then_some(fault)
+    }
+
+    /// Returns the number of shards of the osd that starts after `earlier` other osds.
+    #[must_use]
+    pub fn shards(&self, earlier: u64) -> u16 {
+        let are_many = self.faults.iter().any(|fault| fault.kind == FaultKind::Shards);
+        if are_many { rng(self.seed, RandomStream::Shards(earlier)).random_range(1..=4) } else { 1 }
     }
 
     /// A fault of the coding engines, in a third of the plans in which they are used.

@@ -43,6 +43,6 @@ pub use session::{SessionId, UploadId};
 pub use states::{CodingOffload, OffloadState, Placement};
 pub use status::{
     CodingPlaceStatus, CodingSent, CodingStatus, ConnectionStatus, HealthStatus, NodeStatus, OffloadStatus,
-    PathStatus, PhaseTimes, PoolHealth, PoolInfo, RebuildStatus, RequestTimes, ScrubStatus, ShortageCounts,
-    Space, StagingStatus, TargetState, TargetStatus, ThreadTimes,
+    PathStatus, PhaseTimes, PoolHealth, PoolInfo, RebuildStatus, RequestTimes, ScrubStatus, ShardStatus,
+    ShortageCounts, Space, StagingStatus, TargetState, TargetStatus, ThreadTimes,
 };

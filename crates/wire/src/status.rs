@@ -1,5 +1,7 @@
 //! The status of a node, which commands show to operators and tools evaluate.
 
+use std::ops::AddAssign;
+
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
@@ -77,6 +79,19 @@ pub struct RebuildStatus {
     pub last_failure: Option<String>,
 }
 
+/// Adds the rebuilds of another shard. Keeps the first running rebuild and the first failure.
+impl AddAssign for RebuildStatus {
+    fn add_assign(&mut self, other: RebuildStatus) {
+        if self.target.is_none() {
+            (self.target, self.pool) = (other.target, other.pool);
+        }
+        self.objects += other.objects;
+        self.bytes += other.bytes;
+        self.rate_limit += other.rate_limit;
+        self.last_failure = self.last_failure.take().or(other.last_failure);
+    }
+}
+
 /// Progress of a scrub.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ScrubStatus {
@@ -102,6 +117,23 @@ pub struct ScrubStatus {
     pub resized: u64,
     /// Reason why the scrub ended early, if it did.
     pub failure: Option<String>,
+}
+
+/// Adds the progress of another shard. Keeps the first failure.
+impl AddAssign for ScrubStatus {
+    fn add_assign(&mut self, other: ScrubStatus) {
+        self.groups += other.groups;
+        self.groups_done += other.groups_done;
+        self.objects += other.objects;
+        self.bytes += other.bytes;
+        self.damaged += other.damaged;
+        self.repaired += other.repaired;
+        self.inconsistent += other.inconsistent;
+        self.wrong_size += other.wrong_size;
+        self.resized += other.resized;
+        self.running |= other.running;
+        self.failure = self.failure.take().or(other.failure);
+    }
 }
 
 /// State of a target, which decides whether placement groups with redundancy use it.
@@ -163,6 +195,17 @@ pub struct PhaseTimes {
     pub others_ns: u64,
 }
 
+impl AddAssign for PhaseTimes {
+    fn add_assign(&mut self, other: PhaseTimes) {
+        self.count += other.count;
+        self.total_ns += other.total_ns;
+        self.host_ns += other.host_ns;
+        self.dma_ns += other.dma_ns;
+        self.dma_wait_ns += other.dma_wait_ns;
+        self.others_ns += other.others_ns;
+    }
+}
+
 /// Times of requests since the osd started, by kind of request.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RequestTimes {
@@ -172,6 +215,14 @@ pub struct RequestTimes {
     pub read: PhaseTimes,
     /// Times of all other requests.
     pub other: PhaseTimes,
+}
+
+impl AddAssign for RequestTimes {
+    fn add_assign(&mut self, other: RequestTimes) {
+        self.write += other.write;
+        self.read += other.read;
+        self.other += other.other;
+    }
 }
 
 /// Health of an offload, or of a coding place.
@@ -187,6 +238,19 @@ pub struct HealthStatus {
     pub recoveries: u64,
     /// Reason of the last failure, or the reason why the offload is not in use.
     pub last_failure: Option<String>,
+}
+
+/// Adds the health as another shard sees it. Keeps the state that is further from normal use.
+impl AddAssign for HealthStatus {
+    fn add_assign(&mut self, other: HealthStatus) {
+        if other.state as u8 > self.state as u8 {
+            self.state = other.state;
+        }
+        self.failures += other.failures;
+        self.failed_probes += other.failed_probes;
+        self.recoveries += other.recoveries;
+        self.last_failure = self.last_failure.take().or(other.last_failure);
+    }
 }
 
 /// Status of the offload that moves data between osd and store.
@@ -239,6 +303,20 @@ pub struct CodingStatus {
     pub offload: CodingPlaceStatus,
 }
 
+/// Adds the tasks of another shard. All shards have the same mode and engine.
+impl AddAssign for CodingStatus {
+    fn add_assign(&mut self, other: CodingStatus) {
+        self.host_busy |= other.host_busy;
+        self.queued += other.queued;
+        self.queued_bytes += other.queued_bytes;
+        self.refused += other.refused;
+        self.alpha += other.alpha;
+        self.beta += other.beta;
+        self.host += other.host;
+        self.offload += other.offload;
+    }
+}
+
 /// State of a coding place. Counts are since the start of the osd.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CodingPlaceStatus {
@@ -257,6 +335,18 @@ pub struct CodingPlaceStatus {
     pub health: HealthStatus,
 }
 
+/// Adds the tasks of another shard. Keeps the estimates of the first shard that has any.
+impl AddAssign for CodingPlaceStatus {
+    fn add_assign(&mut self, other: CodingPlaceStatus) {
+        self.in_service += other.in_service;
+        self.slots += other.slots;
+        self.sent += other.sent;
+        self.ns_per_task = self.ns_per_task.or(other.ns_per_task);
+        self.ns_per_mb = self.ns_per_mb.or(other.ns_per_mb);
+        self.health += other.health;
+    }
+}
+
 /// Number of tasks sent to a coding place, by reason.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CodingSent {
@@ -270,6 +360,16 @@ pub struct CodingSent {
     pub probe: u64,
     /// Tasks sent to measure the place's time per task.
     pub explore: u64,
+}
+
+impl AddAssign for CodingSent {
+    fn add_assign(&mut self, other: CodingSent) {
+        self.mode += other.mode;
+        self.busy += other.busy;
+        self.cool_down += other.cool_down;
+        self.probe += other.probe;
+        self.explore += other.explore;
+    }
 }
 
 impl CodingSent {
@@ -293,6 +393,16 @@ pub struct ShortageCounts {
     pub descriptors: u64,
     /// Sessions.
     pub sessions: u64,
+}
+
+impl AddAssign for ShortageCounts {
+    fn add_assign(&mut self, other: ShortageCounts) {
+        self.handshakes += other.handshakes;
+        self.connections += other.connections;
+        self.detached += other.detached;
+        self.descriptors += other.descriptors;
+        self.sessions += other.sessions;
+    }
 }
 
 impl ShortageCounts {
@@ -338,6 +448,15 @@ pub struct StagingStatus {
     pub least_free_bytes: u64,
 }
 
+/// Adds the memory of another shard. The sum of the lowest numbers of free bytes is a lower bound.
+impl AddAssign for StagingStatus {
+    fn add_assign(&mut self, other: StagingStatus) {
+        self.total_bytes += other.total_bytes;
+        self.free_bytes += other.free_bytes;
+        self.least_free_bytes += other.least_free_bytes;
+    }
+}
+
 /// Time that the osd's thread spent in tasks since it started, in ns, by thread class of the task.
 /// The JSON keys are the names of the thread classes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -350,6 +469,14 @@ pub struct ThreadTimes {
     /// Tasks of the channel.
     #[serde(rename = "chan")]
     pub channel: u64,
+}
+
+impl AddAssign for ThreadTimes {
+    fn add_assign(&mut self, other: ThreadTimes) {
+        self.messenger += other.messenger;
+        self.osd += other.osd;
+        self.channel += other.channel;
+    }
 }
 
 /// State of a node.
@@ -395,6 +522,27 @@ pub struct NodeStatus {
     pub staging: StagingStatus,
     /// Times of requests, by kind and phase.
     pub times: RequestTimes,
-    /// Time that the osd's thread spent in tasks, in ns.
+    /// Time that the osd's threads spent in tasks, in ns, summed over the shards.
     pub thread_ns: ThreadTimes,
+    /// The osd's shards, by number.
+    pub shards: Vec<ShardStatus>,
+}
+
+/// State of one shard of the osd.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ShardStatus {
+    /// Address that the shard listens to.
+    pub endpoint: String,
+    /// Number of sessions that have a connection to the shard.
+    pub sessions: u32,
+    /// Number of requests in progress.
+    pub requests: u32,
+    /// Number of requests that have ended since the osd started.
+    pub completed: u64,
+    /// Number of messages that the shard has sent to other shards since the osd started.
+    pub messages: u64,
+    /// Time that the shard's thread spent in tasks, in ns.
+    pub thread_ns: ThreadTimes,
+    /// Staging memory of the shard.
+    pub staging: StagingStatus,
 }

@@ -12,7 +12,7 @@ use client::{Client, Object, Options, Pool};
 use futures::future::try_join_all;
 use messenger::TcpStack;
 use node::failure::{Doing, Result};
-use osd::{OsdConfig, OsdServer};
+use osd::{OsdConfig, OsdServer, ShardResources};
 use store::{MemStore, ObjectStore};
 use uuid::Uuid;
 
@@ -54,7 +54,8 @@ pub fn run(args: &OsdLayerArgs) -> Result<()> {
     let store: Arc<dyn ObjectStore> = Arc::new(MemStore::new());
     let targets = vec![(Uuid::from_u128(1), store)];
     let stack = Arc::new(TcpStack::default());
-    let osd = OsdServer::start(OsdConfig::default(), targets, pool, stack, "127.0.0.1:0");
+    let resources = vec![ShardResources { config: OsdConfig::default(), targets, staging: pool }];
+    let osd = OsdServer::start(resources, stack, "127.0.0.1:0");
     let osd = osd.doing("starting an osd")?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().doing(DOING)?;
     let outcome = runtime.block_on(async {

@@ -11,6 +11,8 @@ use rustix::fs::{Mode, OFlags};
 use rustix::process::Resource;
 use serde::Serialize;
 
+use crate::config::OsdSection;
+use crate::cpus::ShardCount;
 use crate::dir::NodeDir;
 use crate::identity::{self, Identity, IdentityError};
 use crate::units::ByteSize;
@@ -54,9 +56,10 @@ const HUGE_PAGES_WANTED: u64 = 130;
 const FILES_WANTED: u64 = 4096;
 
 /// Runs all checks. `dir` is the node's existing or future directory. `targets` are the configured
-/// targets, relative to `dir`.
-pub fn all(dir: &Path, targets: &[PathBuf]) -> Vec<Finding> {
+/// targets, relative to `dir`. `osd` configures the osd.
+pub fn all(dir: &Path, targets: &[PathBuf], osd: &OsdSection) -> Vec<Finding> {
     let mut findings = vec![kernel(), io_uring(), memlock(), huge_pages(), open_files(), clock()];
+    findings.push(shards(osd));
     findings.extend(identity(dir));
     findings.extend(file_system(dir));
     findings.extend(places(dir, targets).iter().map(|place| direct_io(place)));
@@ -175,6 +178,26 @@ fn open_files() -> Finding {
         why: "the connection of each client uses a file descriptor of the osd",
         remedy: (!enough).then(|| {
             format!("raise the hard limit to {FILES_WANTED}: `ulimit -Hn {FILES_WANTED}`, or LimitNOFILE= in a systemd unit")
+        }),
+    }
+}
+
+/// Compares the number of shards with the CPUs of the osd.
+fn shards(osd: &OsdSection) -> Finding {
+    let count = |shards: ShardCount| shards.resolve(osd.cpus).unwrap_or(1);
+    let (shards, cpus) = (count(osd.shards), count(ShardCount::Auto));
+    let is_too_many = shards > cpus;
+    let (shard_noun, cpu_noun) =
+        (if shards == 1 { "shard" } else { "shards" }, if cpus == 1 { "CPU" } else { "CPUs" });
+    Finding {
+        what: "shards",
+        grade: if is_too_many { Grade::Costs } else { Grade::Good },
+        found: format!("{shards} {shard_noun} on {cpus} {cpu_noun}"),
+        why: "a shard of the osd is one thread; shards that share a CPU only add switches between threads",
+        remedy: is_too_many.then(|| {
+            format!(
+                "set osd.shards to \"auto\" or to at most {cpus}, or give the osd more CPUs with osd.cpus"
+            )
         }),
     }
 }
@@ -352,7 +375,8 @@ mod tests {
     #[test]
     fn every_problem_has_a_remedy_and_the_checks_leave_no_files() {
         let dir = tempfile::tempdir().unwrap();
-        for finding in all(&dir.path().join("not/there/yet"), &[]) {
+        let config = crate::config_file::load(None, |_| None).unwrap();
+        for finding in all(&dir.path().join("not/there/yet"), &[], &config.osd) {
             assert!(finding.grade == Grade::Good || finding.remedy.is_some(), "{finding:?}");
         }
         assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);

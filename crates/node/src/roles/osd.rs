@@ -5,28 +5,34 @@ use std::path::Path;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
+use base::BoxFuture;
 use base::thread::ThreadClass;
+use base::watch;
+use futures::FutureExt;
+use futures::future::LocalBoxFuture;
 use store::{BlockStore, MountOptions, RemountedStore};
-use tokio::sync::oneshot;
+use tokio::runtime::Runtime;
+use tokio::sync::{mpsc, oneshot};
 use tokio::task::LocalSet;
 use uuid::Uuid;
 
 use crate::announce::Ready;
 use crate::coding;
-use crate::config::Config;
 use crate::cpus::{ChannelSide, Cpus};
-use crate::debug::Controls;
 use crate::failure::{Doing, Failure, Result};
 use crate::identity::ExpectedNode;
 use crate::remount;
-use crate::request_side::{self, Stores};
+use crate::request_side::{self, Common, Stores};
 use crate::role::{self, RoleArgs, RoleProcess, StopSignals};
 use crate::state::Role;
 use crate::store_address::StoreAddress;
 use crate::targets::{self, Mounted, TargetPaths};
+use crate::watchdog::{Checkpoints, Heartbeat};
 
-/// Name of the thread that handles requests.
-const EVENT_LOOP: &str = "osd-0";
+/// Returns the name of the thread of a shard.
+fn event_loop(shard: u16) -> String {
+    format!("osd-{shard}")
+}
 
 /// Location of the stores that the role uses.
 #[derive(Debug, Clone)]
@@ -62,15 +68,16 @@ async fn serve(
     let config = process.config.clone();
     let mut mounted = Vec::new();
     let mut offered: Vec<(Uuid, Arc<RemountedStore>)> = Vec::new();
+    let shards;
     let stores = match stores {
         StoresAt::Behind(address) => {
-            address
-                .cpus(config.osd.cpus)
-                .apply(ChannelSide::Dpu)
-                .doing("restricting the process to the CPUs of osd.cpus")?;
+            let cpus = address.cpus(config.osd.cpus);
+            shards = config.osd.shards.resolve(cpus).doing("counting the CPUs of osd.cpus")?;
+            cpus.apply(ChannelSide::Dpu).doing("restricting the process to the CPUs of osd.cpus")?;
             Stores::Behind(address.endpoint())
         }
         StoresAt::Here(paths) => {
+            shards = config.osd.shards.resolve(config.osd.cpus).doing("counting the CPUs of osd.cpus")?;
             let progress = process.report_progress();
             mounted = targets::mount(&paths, &config, &faults).doing("mounting targets")?;
             drop(progress);
@@ -85,16 +92,25 @@ async fn serve(
     };
     let listen = listen.unwrap_or_else(|| config.listen.clone());
     let checkpoints = targets::checkpoints(&mounted);
-    let heartbeat = process.heartbeat.map(|heartbeat| heartbeat.beat(EVENT_LOOP, checkpoints.clone()));
-    let mut shard = Shard::start(stores, process.config, listen, process.controls, expected, heartbeat)?;
+    let common = Common {
+        stores,
+        config: Arc::new(process.config),
+        controls: process.controls,
+        expected,
+        run: base::entropy::uuid().as_u128(),
+        shards,
+    };
+    let heartbeats = process.heartbeat.map(|heartbeat| (heartbeat, checkpoints.clone()));
+    let mut shards = ShardThreads::start(&common, &listen, heartbeats.as_ref())?;
     let ready = tokio::select! {
-        ready = &mut shard.ready => ready.unwrap_or_else(|_| Err(ended())),
+        ready = &mut shards.ready => ready.unwrap_or_else(|_| Err(ended())),
+        ended = shards.ended.recv() => Err(ended.and_then(Result::err).unwrap_or_else(self::ended)),
         () = signals.next() => return Ok(()),
     }?;
     role::ready(Ready {
         metrics: Some(process.metrics),
         targets: targets::announced(&mounted),
-        loops: vec![EVENT_LOOP.to_owned()],
+        loops: (0..common.shards).map(event_loop).collect(),
         ..ready
     });
     let mount = |path: &Path, options: &MountOptions| Ok((BlockStore::mount(path, options)?, ()));
@@ -106,14 +122,14 @@ async fn serve(
         }
     };
     tokio::select! {
-        ended = &mut shard.ended => {
-            return ended.unwrap_or_else(|_| Err(ended_unasked())).and(Err(ended_unasked()));
+        ended = shards.ended.recv() => {
+            return ended.unwrap_or_else(|| Err(ended_unasked())).and(Err(ended_unasked()));
         }
         () = signals.next() => {}
         never = remount::keep_mounted(&mut mounted, mount, replace) => match never {},
     }
     role::stopping();
-    shard.stop();
+    shards.stop();
     targets::unmount(mounted).await.doing("unmounting targets")
 }
 
@@ -125,49 +141,77 @@ fn ended_unasked() -> Failure {
     Failure::new("serving clients", "the osd's thread ended unexpectedly; see the log")
 }
 
-/// The thread that handles requests, and the channels between it and the role's main thread.
-struct Shard {
-    /// Receives the announcement when the thread can serve clients, or the reason why it cannot.
+/// The threads of the shards, and the channels between them and the role's main thread.
+struct ShardThreads {
+    /// Receives the announcement when the osd can serve clients, or the reason why it cannot.
     ready: oneshot::Receiver<Result<Ready>>,
-    /// Receives the thread's result when the thread stops serving clients.
-    ended: oneshot::Receiver<Result<()>>,
-    stop: oneshot::Sender<()>,
-    thread: JoinHandle<()>,
+    /// Receives the result of each thread that stops serving clients.
+    ended: mpsc::UnboundedReceiver<Result<()>>,
+    stop: watch::Sender<bool>,
+    threads: Vec<JoinHandle<()>>,
 }
 
-impl Shard {
+impl ShardThreads {
     fn start(
-        stores: Stores,
-        config: Config,
-        listen: String,
-        controls: Controls,
-        expected: ExpectedNode,
-        heartbeat: Option<impl Future<Output = ()> + Send + 'static>,
-    ) -> Result<Shard> {
+        common: &Common,
+        listen: &str,
+        heartbeats: Option<&(Heartbeat, Checkpoints)>,
+    ) -> Result<ShardThreads> {
         let (started, ready) = oneshot::channel();
-        let (stop, stopped) = oneshot::channel();
-        let (tell, ended) = oneshot::channel();
-        let runtime =
-            tokio::runtime::Builder::new_current_thread().enable_all().build().doing("starting the osd")?;
-        let stopped = async move { drop(stopped.await) };
-        let body = move || {
-            let serving =
-                request_side::serve(stores, Arc::new(config), listen, controls, expected, started, stopped);
-            let local = LocalSet::new();
-            if let Some(heartbeat) = heartbeat {
-                local.spawn_local(heartbeat);
-            }
-            // If the role's main thread no longer waits for the result, the result is dropped.
-            let _ = tell.send(local.block_on(&runtime, serving));
+        let (tell, ended) = mpsc::unbounded_channel();
+        let stop = watch::Sender::new(false);
+        let (first, further) = osd::shards(common.shards);
+        let mut threads = Vec::new();
+        let mut start = |number: u16, serve: ServeShard| {
+            let mut stopped = stop.subscribe();
+            let until_stopped = async move { drop(stopped.wait_for(|stop| *stop).await) };
+            let beat = heartbeats.cloned().map(|(heartbeat, checkpoints)| async move {
+                heartbeat.beat(&event_loop(number), checkpoints).await;
+            });
+            let tell = tell.clone();
+            let body = move |runtime: Runtime| {
+                let local = LocalSet::new();
+                if let Some(beat) = beat {
+                    local.spawn_local(beat);
+                }
+                // If the role's main thread no longer waits for the result, the result is dropped.
+                let _ = tell.send(local.block_on(&runtime, serve(Box::pin(until_stopped))));
+            };
+            threads.push(spawn_with_runtime(number, body).doing("starting the osd")?);
+            Ok(())
         };
-        let thread = base::thread::spawn(ThreadClass::Osd, "0", body).doing("starting the osd")?;
-        Ok(Shard { ready, ended, stop, thread })
+        let (of_first, listen) = (common.clone(), listen.to_owned());
+        let serve =
+            |stop: StopShard| request_side::serve(first, of_first, listen, started, stop).boxed_local();
+        start(0, Box::new(serve))?;
+        for (number, shard) in (1..).zip(further) {
+            let common = common.clone();
+            let serve =
+                move |stop: StopShard| request_side::serve_further(number, shard, common, stop).boxed_local();
+            start(number, Box::new(serve))?;
+        }
+        Ok(ShardThreads { ready, ended, stop, threads })
     }
 
     fn stop(self) {
-        // Ignore both errors. The first error means that the thread has ended already. The second
-        // error would mean that the thread has panicked, but a panic ends the process.
-        let _ = self.stop.send(());
-        let _ = self.thread.join();
+        self.stop.send_replace(true);
+        for thread in self.threads {
+            // An error would mean that the thread has panicked, but a panic ends the process.
+            let _ = thread.join();
+        }
     }
+}
+
+/// Resolves when a shard must stop.
+type StopShard = BoxFuture<'static, ()>;
+/// Serves clients on one shard, on the thread that calls the function.
+type ServeShard = Box<dyn FnOnce(StopShard) -> LocalBoxFuture<'static, Result<()>> + Send>;
+
+/// Starts the thread of a shard with a runtime.
+fn spawn_with_runtime(
+    number: u16,
+    body: impl FnOnce(Runtime) + Send + 'static,
+) -> std::io::Result<JoinHandle<()>> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    base::thread::spawn(ThreadClass::Osd, &number.to_string(), move || body(runtime))
 }

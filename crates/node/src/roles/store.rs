@@ -14,6 +14,7 @@ use crate::config::EngineKind;
 use crate::cpus::ChannelSide;
 use crate::failure::{Doing, Failure, Result};
 use crate::remount;
+use crate::request_side;
 use crate::role::{self, RoleArgs, RoleProcess, StopSignals};
 use crate::state::Role;
 use crate::store_address::StoreAddress;
@@ -58,8 +59,10 @@ async fn serve(process: RoleProcess, paths: TargetPaths, socket: StoreAddress) -
     };
     let defaults = ServerOptions::default();
     let layout = MemoryLayout { data_len: channel.window.0, ..MemoryOptions::default().layout };
+    let (max_memory, max_outstanding) = request_side::store_limits(layout, channel.requests);
     let options = ServerOptions {
-        max_memory: defaults.max_memory.max(layout.len()),
+        max_memory: defaults.max_memory.max(max_memory),
+        max_outstanding: defaults.max_outstanding.max(max_outstanding),
         ofi,
         faults: faults.clone(),
         engines: Some(engines),

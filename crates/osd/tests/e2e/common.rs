@@ -1,6 +1,7 @@
 //! A node in the test's process: an osd over memory stores that can be made to fail, and its
 //! clients.
 
+use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -13,7 +14,7 @@ use bytes::Bytes;
 use client::engine::{Engine, NativeEngine};
 use client::{Client, Object, Options, Pool, Redundancy};
 use messenger::{NetworkStack, StackChoice, StackOptions, UseAs};
-use osd::{OsdConfig, OsdServer};
+use osd::{OsdConfig, OsdServer, ShardResources};
 use store::{
     MemStore, MetadataQuery, ObjectStore, Op, StageId, StoreError, StoreFuture, StoreRequest, Submit,
     Transaction, WriteSource, check_incarnation, ready,
@@ -436,6 +437,27 @@ pub(crate) struct Node {
     pub(crate) config: OsdConfig,
     pub(crate) osd: Option<OsdServer>,
     pub(crate) endpoint: String,
+    /// Numbers of shards: the first for the next start of the osd, and so on in turn.
+    pub(crate) shards: VecDeque<u16>,
+}
+
+/// Returns the numbers of shards of the osds: 1, unless `OUTBOARD_TEST_SHARDS` names other numbers,
+/// such as `3` or `1,3,2`.
+fn shard_counts() -> VecDeque<u16> {
+    let counts = std::env::var("OUTBOARD_TEST_SHARDS").unwrap_or_else(|_| "1".into());
+    counts.split(',').map(|count| count.parse().unwrap()).collect()
+}
+
+/// Returns a local address that is free, and followed by a few free ports for further shards.
+pub(crate) fn free_endpoint() -> String {
+    let is_free = |port: u16| std::net::TcpListener::bind(("127.0.0.1", port)).is_ok();
+    loop {
+        // Ports below the range from which the kernel chooses.
+        let first = 10_000 + 8 * (rand::random::<u16>() % 2500);
+        if (first..first + 8).all(is_free) {
+            return format!("127.0.0.1:{first}");
+        }
+    }
 }
 
 pub(crate) const STAGING: usize = 16 << 20;
@@ -481,7 +503,21 @@ impl Node {
     pub(crate) fn over(stores: Vec<Arc<FaultStore>>, config: OsdConfig) -> Node {
         let staging = BufferPool::new(Arena::anonymous(STAGING).unwrap(), 0, 2 << 20);
         let uuids = (1..=stores.len() as u128).map(Uuid::from_u128).collect();
-        Node { stores, uuids, staging, config, osd: None, endpoint: "127.0.0.1:0".into() }
+        let shards = shard_counts();
+        let endpoint =
+            if shards.iter().all(|count| *count == 1) { "127.0.0.1:0".into() } else { free_endpoint() };
+        Node { stores, uuids, staging, config, osd: None, endpoint, shards }
+    }
+
+    /// Returns what each shard of the next osd works with.
+    fn resources(&self) -> Vec<ShardResources> {
+        let shard = |number| {
+            let arena = || Arena::anonymous(STAGING).unwrap();
+            let staging =
+                if number == 0 { self.staging.clone() } else { BufferPool::new(arena(), 0, 2 << 20) };
+            ShardResources { config: self.config.clone(), targets: self.targets(), staging }
+        };
+        (0..self.shards[0]).map(shard).collect()
     }
 
     pub(crate) fn targets(&self) -> Vec<(Uuid, Arc<dyn ObjectStore>)> {
@@ -497,8 +533,7 @@ impl Node {
         let stack = stack(UseAs::Server);
         let mut tries = 0;
         let osd = loop {
-            let (config, targets, pool) = (self.config.clone(), self.targets(), self.staging.clone());
-            match OsdServer::start(config, targets, pool, stack.clone(), &self.endpoint) {
+            match OsdServer::start(self.resources(), stack.clone(), &self.endpoint) {
                 Ok(osd) => break osd,
                 // The socket of the old listener may stay open for a moment.
                 Err(osd::StartError::Listen(_)) if tries < 100 => {
@@ -510,6 +545,7 @@ impl Node {
         };
         self.endpoint = osd.endpoint().to_owned();
         self.osd = Some(osd);
+        self.shards.rotate_left(1);
     }
 
     pub(crate) async fn client(&self) -> Client {

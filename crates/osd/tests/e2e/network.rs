@@ -10,7 +10,7 @@ use client::{Client, Error, Options};
 use futures::future::{join_all, pending};
 use messenger::transport::sim::{SimFaults, SimRoute};
 use messenger::{BulkSource, ConnectionConfig, SimStack};
-use osd::{OsdConfig, OsdServer};
+use osd::{OsdConfig, OsdServer, ShardResources};
 use tokio::sync::oneshot;
 use tokio::task::LocalSet;
 use wire::{Data, Mutation, OpBytes};
@@ -44,7 +44,8 @@ async fn each_append_takes_effect_once_over_a_network_that_breaks_often() {
     local.spawn_local(async move {
         let ready = |announcement| drop(started.send(announcement));
         let stop = async { drop(stopped.await) };
-        OsdServer::serve(OsdConfig::default(), targets, staging, listening, "*", ready, stop).await;
+        let resources = vec![ShardResources { config: OsdConfig::default(), targets, staging }];
+        OsdServer::serve_on_one_thread(resources, listening, "*", ready, stop).await;
     });
     let work = async {
         let endpoint = endpoint.await.unwrap().unwrap().endpoint;

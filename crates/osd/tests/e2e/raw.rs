@@ -14,6 +14,10 @@ pub(crate) struct Raw {
     pub(crate) connection: Arc<dyn Connection>,
     incoming: Box<dyn Incoming>,
     pub(crate) session: SessionId,
+    endpoint: String,
+    /// The shard of the connection, and the ports of all shards.
+    shard: u16,
+    shards: Vec<u16>,
 }
 
 /// Returns the head of a request's first attempt.
@@ -48,17 +52,39 @@ impl Raw {
     pub(crate) async fn connect(endpoint: &str, session: Option<SessionId>) -> Raw {
         let stack = crate::common::stack(UseAs::Client);
         let (connection, incoming) = stack.connect(endpoint, ConnectOptions::default()).await.unwrap();
-        let mut raw = Raw { connection, incoming, session: SessionId(0) };
+        let (session_id, endpoint) = (SessionId(0), endpoint.to_owned());
+        let mut raw = Raw { connection, incoming, session: session_id, endpoint, shard: 0, shards: vec![] };
         let open = RequestBody::Open { oldest: wire::VERSION_OLDEST, newest: wire::VERSION, session };
-        match raw.call(head(0), open).await.unwrap() {
-            ReplyBody::Opened { session, .. } => raw.session = session,
+        match raw.call_here(head(0), &open).await.unwrap() {
+            ReplyBody::Opened { session, shard, shards, .. } => {
+                (raw.session, raw.shard, raw.shards) = (session, shard, shards);
+            }
             other => panic!("{other:?}"),
         }
         raw
     }
 
+    /// Sends a request, to one shard after another until the right one answers.
     pub(crate) async fn call(&mut self, head: RequestHead, body: RequestBody) -> wire::Result<ReplyBody> {
-        self.send(wire::encode_request(&head, &body), Payload::default()).await;
+        for _ in 1..self.shards.len() {
+            match self.call_here(head, &body).await {
+                Err(wire::Error::WrongShard { .. }) => self.move_to_next_shard().await,
+                result => return result,
+            }
+        }
+        self.call_here(head, &body).await
+    }
+
+    /// Continues the session on a connection to the next shard.
+    async fn move_to_next_shard(&mut self) {
+        let next = (usize::from(self.shard) + 1) % self.shards.len();
+        let (host, _) = self.endpoint.rsplit_once(':').unwrap();
+        let endpoint = format!("{host}:{}", self.shards[next]);
+        *self = Box::pin(Raw::connect(&endpoint, Some(self.session))).await;
+    }
+
+    async fn call_here(&mut self, head: RequestHead, body: &RequestBody) -> wire::Result<ReplyBody> {
+        self.send(wire::encode_request(&head, body), Payload::default()).await;
         let reply = self.reply().await.unwrap();
         assert_eq!(reply.seq, head.seq);
         reply.result

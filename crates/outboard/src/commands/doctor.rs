@@ -37,7 +37,8 @@ pub fn run(args: DoctorArgs, node: &NodeArgs) -> Result<()> {
     let root = locate::root(node);
     let file = root.join(config_file::FILE);
     let config = config_file::load(file.is_file().then_some(&*file), |name| std::env::var(name).ok());
-    let findings = checkup::all(&root, &config.doing("reading the configuration")?.targets);
+    let config = config.doing("reading the configuration")?;
+    let findings = checkup::all(&root, &config.targets, &config.osd);
     let fit = findings.iter().all(|f| f.grade != Grade::Prevents);
     let text = if args.json {
         serde_json::to_string_pretty(&DoctorReport { fit, findings: &findings })

@@ -60,6 +60,8 @@ impl Simulation {
             Victim::Coding => self.trouble_coding(&planned).await,
             // The clients make their calls according to the plan.
             Victim::Clients => {}
+            // Each start of the osd has the number of shards of the plan.
+            Victim::Shards => {}
             Victim::Memory => {
                 // Half of the faults are so frequent that they hit data that is sent again, too.
                 let mut detail = StdRng::seed_from_u64(planned.detail);
@@ -196,7 +198,7 @@ impl Simulation {
             FaultKind::DmaFailure => {
                 let failure =
                     if detail.random_bool(0.5) { DeviceFailure::Fails } else { DeviceFailure::Hangs };
-                self.node.engine().iter().for_each(|engine| engine.fail_device(failure));
+                self.node.engines().iter().for_each(|engine| engine.fail_device(failure));
             }
             _ => {
                 let mut rate = |most: f64| match detail.random_bool(0.5) {
@@ -211,10 +213,10 @@ impl Simulation {
                     stall_max: Duration::from_millis(detail.random_range(1..20_000)),
                     ..EngineFaults::default()
                 };
-                self.node.engine().iter().for_each(|engine| engine.set_faults(faults));
+                self.node.engines().iter().for_each(|engine| engine.set_faults(faults));
                 sleep(planned.lasts).await;
                 let usual = self.node.dma();
-                self.node.engine().iter().for_each(|engine| engine.set_faults(usual));
+                self.node.engines().iter().for_each(|engine| engine.set_faults(usual));
                 // The last transfer that the fault hits ends this much later.
                 sleep(faults.stall_max).await;
             }

@@ -21,7 +21,7 @@ use bytes::Bytes;
 use client::{Client, Error, Mutated, NodeError, Object, Options, Pool};
 use futures::stream::{self, StreamExt};
 use messenger::UseAs;
-use osd::{OsdServer, StripesAt};
+use osd::{OsdServer, ShardResources, StripesAt};
 use proxy::{Attachment, AttachmentOptions, Server, ServerOptions, StoreEndpoint, StoreListener};
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
@@ -423,7 +423,8 @@ impl Rig {
             let targets = (1..).map(Uuid::from_u128).zip(targets).collect();
             let ready = move |outcome| ready.send(outcome).unwrap();
             let stopped = async { drop(stopped.await) };
-            OsdServer::serve(config, targets, pool, stack(UseAs::Server), &listen, ready, stopped).await;
+            let resources = vec![ShardResources { config, targets, staging: pool }];
+            OsdServer::serve_on_one_thread(resources, stack(UseAs::Server), &listen, ready, stopped).await;
         };
         let thread = std::thread::spawn(move || {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();

@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use futures::future::join_all;
-use osd::{OsdConfig, OsdServer, StartError};
+use osd::{OsdConfig, OsdServer, ShardResources, StartError};
 use store::simulation::{RecordedDrive, SimStore};
 use store::{MetadataQuery, RemountedStore, StoreCalls, StoreError, StoreRequest};
 use uuid::Uuid;
@@ -20,7 +20,12 @@ use crate::tcp_only::witness;
 fn refusal_to_start(rig: &Rig) -> StartError {
     let stack = crate::common::stack(messenger::UseAs::Server);
     let (targets, staging) = (rig.node.targets(), rig.node.staging.clone());
-    OsdServer::start(rig.node.config.clone(), targets, staging, stack, "127.0.0.1:0").unwrap_err()
+    OsdServer::start(
+        vec![ShardResources { config: rig.node.config.clone(), targets, staging }],
+        stack,
+        "127.0.0.1:0",
+    )
+    .unwrap_err()
 }
 
 /// Stops the node, and starts it again with the targets `there`, after the operator has accepted the

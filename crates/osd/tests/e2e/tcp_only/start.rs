@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use base::block::Payload;
 use bytes::Bytes;
-use osd::{OsdConfig, OsdServer, StartError};
+use osd::{OsdConfig, OsdServer, ShardResources, StartError};
 use store::{CollectionId, MemStore, ObjectId, ObjectStore, Op, StoreCalls, Transaction, WriteSource};
 use uuid::Uuid;
 
@@ -15,7 +15,12 @@ use crate::tcp_only::witness;
 fn start(node: &Node, targets: Vec<(Uuid, Arc<dyn ObjectStore>)>) -> StartError {
     let stack = crate::common::stack(messenger::UseAs::Server);
     let config = OsdConfig { node: node.config.node, ..OsdConfig::default() };
-    OsdServer::start(config, targets, node.staging.clone(), stack, "127.0.0.1:0").unwrap_err()
+    OsdServer::start(
+        vec![ShardResources { config, targets, staging: node.staging.clone() }],
+        stack,
+        "127.0.0.1:0",
+    )
+    .unwrap_err()
 }
 
 #[tokio::test]

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use base::BoxFuture;
 use client::Options;
-use osd::{OsdConfig, OsdServer, StartError, WitnessAt, WitnessStorage};
+use osd::{OsdConfig, OsdServer, ShardResources, StartError, WitnessAt, WitnessStorage};
 
 use crate::common::data;
 use crate::redundancy::{Rig, config, redundancy, wait_until_whole};
@@ -153,7 +153,11 @@ async fn a_node_does_not_start_with_an_outdated_map() {
     let config = rig.node.config.clone();
     let start = || {
         let (targets, staging, stack) = (rig.node.targets(), rig.node.staging.clone(), Arc::clone(&stack));
-        OsdServer::start(config.clone(), targets, staging, stack, "127.0.0.1:0")
+        OsdServer::start(
+            vec![ShardResources { config: config.clone(), targets, staging }],
+            stack,
+            "127.0.0.1:0",
+        )
     };
     let refused = start().unwrap_err();
     let newest = rig.node.targets()[0].0.to_string();
@@ -224,7 +228,11 @@ fn refuses_to_start_with_target_0(rig: &Rig, case: &str) {
     rig.set_down(&[1], true);
     let stack = crate::common::stack(messenger::UseAs::Server);
     let (targets, staging) = (rig.node.targets(), rig.node.staging.clone());
-    let started = OsdServer::start(rig.node.config.clone(), targets, staging, stack, "127.0.0.1:0");
+    let started = OsdServer::start(
+        vec![ShardResources { config: rig.node.config.clone(), targets, staging }],
+        stack,
+        "127.0.0.1:0",
+    );
     assert!(matches!(&started, Err(StartError::UncertainMap { .. })), "{case}: {started:?}");
 }
 

@@ -133,6 +133,7 @@ mod tests {
             staging: client::StagingStatus::default(),
             times: client::RequestTimes { read: times, ..Default::default() },
             thread_ns: client::ThreadTimes { messenger: msgr, osd: 5, channel: 0 },
+            shards: Vec::new(),
         }
     }
 

@@ -1,0 +1,159 @@
+//! Messages between the shards of an osd.
+//!
+//! A shard owns its state alone. To use the state of another shard, it sends an *errand*: a closure
+//! that the other shard runs on its own thread. Errands from one shard to another run in the order
+//! in which they were sent. The data path sends no errands.
+
+use std::cell::Cell;
+use std::rc::Rc;
+
+use futures::future::try_join_all;
+use metrics::{Counter, counter};
+use tokio::sync::{mpsc, oneshot};
+use wire::Error;
+
+use crate::shard::Shard;
+use crate::task::spawn;
+
+/// A closure that a shard runs on its own thread.
+type Errand = Box<dyn FnOnce(&Rc<Shard>) + Send>;
+
+/// The receiving end of a shard's errands.
+pub(crate) struct Mailbox(mpsc::UnboundedReceiver<Errand>);
+
+/// The sending ends of the mailboxes of all shards, by the shards' numbers.
+#[derive(Clone)]
+pub(crate) struct Addresses(Vec<mpsc::UnboundedSender<Errand>>);
+
+/// A shard has ended, or ends before it has run an errand.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct ShardGone;
+
+impl From<ShardGone> for Error {
+    fn from(_: ShardGone) -> Error {
+        Error::Unavailable("the osd is stopping".into())
+    }
+}
+
+/// Creates the mailboxes of `shards` shards.
+pub(crate) fn mailboxes(shards: u16) -> (Addresses, Vec<Mailbox>) {
+    let ends = (0..shards).map(|_| mpsc::unbounded_channel());
+    let (senders, receivers): (Vec<_>, Vec<_>) = ends.unzip();
+    (Addresses(senders), receivers.into_iter().map(Mailbox).collect())
+}
+
+impl Mailbox {
+    /// Runs the errands of other shards until the task is aborted.
+    pub(crate) async fn serve(mut self, shard: Rc<Shard>) {
+        while let Some(errand) = self.0.recv().await {
+            errand(&shard);
+        }
+    }
+}
+
+/// The other shards of the osd, as one shard sees them.
+pub(crate) struct Peers {
+    addresses: Addresses,
+    /// Number of messages that this shard has sent to other shards.
+    sent: Cell<u64>,
+    counted: Counter,
+}
+
+impl Peers {
+    /// Returns the peers of shard number `own`.
+    pub(crate) fn new(own: u16, addresses: Addresses) -> Peers {
+        let counted = counter!("outboard_osd_shard_messages_total", "shard" => own.to_string());
+        Peers { addresses, sent: Cell::new(0), counted }
+    }
+
+    /// Returns the number of messages that this shard has sent to other shards.
+    pub(crate) fn sent(&self) -> u64 {
+        self.sent.get()
+    }
+
+    fn count(&self) {
+        self.sent.set(self.sent.get() + 1);
+        self.counted.increment(1);
+    }
+
+    fn send(&self, shard: u16, errand: Errand) -> Result<(), ShardGone> {
+        self.count();
+        self.addresses.0[usize::from(shard)].send(errand).map_err(|_| ShardGone)
+    }
+}
+
+impl Shard {
+    /// Runs `errand` on a shard, without waiting for it. On the own shard, runs it at once. Does
+    /// nothing if the shard has ended.
+    pub(crate) fn tell(self: &Rc<Self>, shard: u16, errand: impl FnOnce(&Rc<Shard>) + Send + 'static) {
+        if shard == self.share.shard() {
+            return errand(self);
+        }
+        // A shard that has ended has no state that the errand could change.
+        let _ = self.peers.send(shard, Box::new(errand));
+    }
+
+    /// Runs `errand` on every shard, and waits until all have run it. On the own shard, runs it
+    /// before the function returns its future.
+    pub(crate) fn tell_each(
+        self: &Rc<Self>,
+        errand: impl Fn(&Rc<Shard>) + Clone + Send + 'static,
+    ) -> impl Future<Output = Result<(), ShardGone>> + 'static {
+        let told = (0..self.share.shards()).map(|shard| {
+            let (done, told) = oneshot::channel();
+            let errand = errand.clone();
+            self.tell(shard, move |shard| {
+                errand(shard);
+                // The caller may have been cancelled; ignore the error.
+                let _ = done.send(());
+            });
+            told
+        });
+        let told: Vec<_> = told.collect();
+        async move { try_join_all(told).await.map(drop).map_err(|_| ShardGone) }
+    }
+
+    /// Runs a task on a shard and returns its result. The task continues even if the caller is
+    /// cancelled, unless it runs on the own shard.
+    ///
+    /// # Errors
+    /// If the shard has ended.
+    pub(crate) async fn on<T: Send + 'static, F: Future<Output = T> + 'static>(
+        self: &Rc<Self>,
+        shard: u16,
+        task: impl FnOnce(Rc<Shard>) -> F + Send + 'static,
+    ) -> Result<T, ShardGone> {
+        if shard == self.share.shard() {
+            return Ok(task(Rc::clone(self)).await);
+        }
+        let (done, result) = oneshot::channel();
+        let errand = move |shard: &Rc<Shard>| {
+            let shard = Rc::clone(shard);
+            let reply = counted_reply(Rc::clone(&shard), done);
+            let running = task(shard);
+            drop(spawn(async move { reply(running.await) }));
+        };
+        self.peers.send(shard, Box::new(errand))?;
+        result.await.map_err(|_| ShardGone)
+    }
+
+    /// Runs a task on every shard at the same time. Returns the results by the shards' numbers.
+    ///
+    /// # Errors
+    /// If a shard has ended.
+    pub(crate) async fn each<T: Send + 'static, F: Future<Output = T> + 'static>(
+        self: &Rc<Self>,
+        task: impl FnOnce(Rc<Shard>) -> F + Clone + Send + 'static,
+    ) -> Result<Vec<T>, ShardGone> {
+        try_join_all((0..self.share.shards()).map(|shard| self.on(shard, task.clone()))).await
+    }
+}
+
+/// Returns a function that sends the result of a task to the shard that has asked for it.
+fn counted_reply<T>(shard: Rc<Shard>, done: oneshot::Sender<T>) -> impl FnOnce(T) {
+    move |result| {
+        shard.peers.count();
+        // The caller may have been cancelled; ignore the error.
+        let _ = done.send(result);
+    }
+}
