@@ -176,7 +176,7 @@ impl State {
         let RangeUse::Held(range) = job.range else { return };
         let Some(region) = job.region.clone() else { return };
         let transfers = ring.upload_transfers(&job.upload, range, &region);
-        let queue = ring.bulk_queue(job.writes_stage.unwrap_or(id));
+        let queue = ring.bulk_queue(job.writes_stage.map_or(id, |stage| stage.0));
         self.dma.waiting.push_back(Wish {
             cargo: Cargo::Upload(id),
             queue,

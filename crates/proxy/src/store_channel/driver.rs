@@ -258,9 +258,9 @@ impl ChannelDriver {
     }
 
     fn write_control(&mut self, cx: &mut Context<'_>) -> Result<(), ChannelError> {
-        let output = std::mem::take(&mut self.store_channel.lock().control_out);
-        for (header, control, data) in output {
-            self.control.push(header, &control, data);
+        let output = self.store_channel.lock().output.take();
+        for frame in output {
+            self.control.push(frame.header, &frame.control, frame.data);
         }
         match self.control.poll_flush(cx) {
             Poll::Ready(result) => result,
@@ -293,8 +293,7 @@ impl State {
             self.dma_failed(&failed.to_string());
             return Ok(());
         }
-        self.fetch_since = None;
-        let mut available = std::mem::take(&mut self.asked);
+        let mut available = self.replies.end_fetch();
         // If DMA fails during the loop, the remaining replies arrive over the control socket.
         while available > 0 && self.is_open() {
             let Some(ring) = &mut self.ring else { break };
@@ -310,38 +309,31 @@ impl State {
             available -= footprint;
             self.reply(frame, Route::Ring)?;
         }
-        if self.announced > 0 && self.is_open() {
+        if self.is_open() {
             self.fetch();
         }
         Ok(())
     }
 
+    /// Starts to fetch the announced replies, unless a fetch is running.
     fn fetch(&mut self) {
-        if let Some(ring) = &mut self.ring {
-            self.asked = std::mem::take(&mut self.announced);
-            self.fetch_since = Some(Instant::now());
-            ring.fetch(self.asked);
+        if let Some(ring) = &mut self.ring
+            && let Some(len) = self.replies.begin_fetch(Instant::now())
+        {
+            ring.fetch(len);
         }
     }
 
     fn heard_bell(&mut self, count: u64) -> Result<(), ChannelError> {
         if !self.is_open() {
             // The doorbell was rung before the rings were closed, or it answers a probe.
-            self.announced = self.announced.saturating_add(usize::try_from(count).unwrap_or(usize::MAX));
+            self.replies.ring_in_probe(count);
             self.bell_during_probe();
             return Ok(());
         }
         let limit = self.ring.as_ref().map_or(0, |ring| ring.layout().outbox().len);
-        let count = usize::try_from(count).unwrap_or(usize::MAX);
-        let fits = self.announced.checked_add(count).filter(|sum| sum + self.asked <= limit);
-        self.announced = fits.filter(|sum| sum.is_multiple_of(channel::ring::CELL)).ok_or_else(|| {
-            ChannelError::Protocol(format!(
-                "the doorbell announced {count} bytes, which exceed the outbox of {limit} bytes or end within a cell"
-            ))
-        })?;
-        if self.asked == 0 {
-            self.fetch();
-        }
+        self.replies.announce(count, limit)?;
+        self.fetch();
         Ok(())
     }
 

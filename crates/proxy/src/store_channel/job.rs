@@ -118,7 +118,7 @@ pub(crate) struct Job {
     /// Whether the job is a read, which belongs in the lane of its target.
     pub(super) is_read: bool,
     /// The stage that the job writes to, if it is a stage write.
-    pub(super) writes_stage: Option<u64>,
+    pub(super) writes_stage: Option<StageId>,
     /// Whether the host must verify the payload's checksums.
     pub(super) suspect: bool,
     /// Whether the host has found the payload damaged. If the payload is damaged again, the host
@@ -238,7 +238,7 @@ impl Job {
         Job {
             range: want(data.len()),
             upload: vec![(0, data)],
-            writes_stage: Some(stage.0),
+            writes_stage: Some(stage),
             ..Job::new(target, 0, call, route(by_dma), Some(answer_to))
         }
     }
@@ -351,10 +351,10 @@ impl Job {
         }
     }
 
-    /// The indices of the lanes that the job belongs in.
-    pub(super) fn lanes(&self) -> impl Iterator<Item = usize> {
+    /// The targets in whose lanes the job belongs.
+    pub(super) fn lanes(&self) -> impl Iterator<Item = u16> {
         let of_read = self.is_read.then_some(self.target);
-        self.parts.iter().map(|part| part.target).chain(of_read).map(usize::from)
+        self.parts.iter().map(|part| part.target).chain(of_read)
     }
 
     pub(super) fn is_transactions(&self) -> bool {

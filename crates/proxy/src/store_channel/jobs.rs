@@ -3,10 +3,10 @@
 use std::collections::VecDeque;
 
 use base::clock::Instant;
-use bytes::Bytes;
 use channel::{EntryHeader, EntryKind as FrameKind, REFUSE, VERIFY};
 use store::StoreError;
 
+use super::control_output::ControlFrame;
 use super::job::{AnswerUse, ChannelKind, Job, RangeUse, Route};
 use super::mode::DmaState;
 use super::regions::OpenedWindow;
@@ -46,7 +46,7 @@ impl State {
         if job.route == Route::Ring && !self.is_open() {
             job.route = Route::Socket;
         }
-        job.lanes().for_each(|lane| self.lanes[lane].queue.push_back(id));
+        self.lanes.push_back(id, job.lanes());
         let wants_range = matches!(job.range, RangeUse::Wanted(_));
         self.jobs.insert(id, job);
         if wants_range {
@@ -64,10 +64,11 @@ impl State {
             return;
         }
         if !job.is_in_lane() {
-            let stage = job.writes_stage;
+            if let Some(stage) = job.writes_stage {
+                self.stages.write_posted(stage, false);
+            }
             self.doubt(id);
             self.queue_of(id).push_back(id);
-            self.write_posted(stage);
         }
     }
 
@@ -160,15 +161,6 @@ impl State {
         }
     }
 
-    /// Counts a write of this stage as posted. Jobs that become ready from now on are sent after
-    /// this write.
-    fn write_posted(&mut self, stage: Option<u64>) {
-        let Some(stage) = stage else { return };
-        if let Some(staged) = self.stages.get_mut(&stage) {
-            staged.unposted -= 1;
-        }
-    }
-
     /// Decides whether a stage write that is about to be posted is suspect, so that the host must
     /// verify its payload. The write is unsure if it is suspect or on the control socket, because a
     /// transaction that names the stage could then overtake it. Transactions that name the stage
@@ -178,28 +170,16 @@ impl State {
         let Some(job) = self.jobs.get_mut(&id) else { return };
         let Some(stage) = job.writes_stage else { return };
         job.suspect = job.found_damaged || self.verify.next();
-        if (job.suspect || job.route == Route::Socket)
-            && self.ring.is_some()
-            && let Some(staged) = self.stages.get_mut(&stage)
-        {
-            staged.unsure += u32::from(!std::mem::replace(&mut job.unsure, true));
+        if (job.suspect || job.route == Route::Socket) && self.ring.is_some() && !job.unsure {
+            job.unsure = true;
+            self.stages.write_doubted(stage);
         }
     }
 
     /// Updates the counters of a stage when one of its writes is answered.
     pub(super) fn written(&mut self, job: &Job) {
-        let Some(stage) = job.writes_stage else { return };
-        if let Some(staged) = self.stages.get_mut(&stage) {
-            staged.unsure -= u32::from(job.unsure);
-            staged.unanswered -= 1;
-            self.forget_if_done(stage);
-        }
-    }
-
-    /// Removes a released stage once all its writes are answered.
-    pub(super) fn forget_if_done(&mut self, stage: u64) {
-        if self.stages.get(&stage).is_some_and(|staged| staged.released && staged.unanswered == 0) {
-            self.stages.remove(&stage);
+        if let Some(stage) = job.writes_stage {
+            self.stages.write_answered(stage, job.unsure);
         }
     }
 
@@ -208,13 +188,11 @@ impl State {
         // A job in several lanes may hold up a lane that was visited before.
         while !is_done {
             is_done = true;
-            for lane in 0..self.lanes.len() {
+            for lane in 0..self.lanes.count() {
                 while let Some(id) = self.next_in_lane(lane) {
                     let Some(job) = self.jobs.get(&id) else { break };
                     is_done &= job.parts.len() <= 1;
-                    for lane in job.lanes() {
-                        self.lanes[lane].queue.pop_front();
-                    }
+                    self.lanes.pop(id, job.lanes());
                     self.queue_of(id).push_back(id);
                 }
             }
@@ -222,19 +200,12 @@ impl State {
     }
 
     /// The first job of a lane, if it may be sent now. A job in several lanes must be the first in
-    /// each of them. Every lane has its jobs in the order of their numbers, so jobs never wait for one
-    /// another.
+    /// each of them.
     fn next_in_lane(&self, lane: usize) -> Option<u64> {
-        let id = *self.lanes[lane].queue.front()?;
+        let id = self.lanes.first(lane)?;
         let job = self.jobs.get(&id)?;
-        let is_first = || job.lanes().all(|lane| self.lanes[lane].queue.front() == Some(&id));
-        (job.payload_ready && is_first() && self.stages_posted(job)).then_some(id)
-    }
-
-    /// Whether all writes to the stages that a transaction names certainly precede the transaction.
-    fn stages_posted(&self, job: &Job) -> bool {
-        let mut stages = job.names_stages.iter().filter_map(|stage| self.stages.get(&stage.0));
-        stages.all(|staged| staged.unposted == 0 && staged.unsure == 0)
+        let is_first = || self.lanes.is_first(id, job.lanes());
+        (job.payload_ready && is_first() && self.stages.writes_precede(&job.names_stages)).then_some(id)
     }
 
     /// Sends a job that has everything it needs.
@@ -265,11 +236,11 @@ impl State {
             (Route::Ring, Some(ring), range) => ring_end = ring.send(header, &control, &job, range),
             (_, Some(_), RangeUse::Held(range)) if !matches!(job.kind, AnswerUse::Read(_)) => {
                 self.put_rest(&job, range);
-                self.control_out.push((header, control, Vec::new()));
+                self.output.push(ControlFrame { header, control, data: Vec::new() });
             }
             _ => {
-                let pieces = job.upload.iter().map(|(_, piece)| piece.clone()).collect();
-                self.control_out.push((header, control, pieces));
+                let data = job.upload.iter().map(|(_, piece)| piece.clone()).collect();
+                self.output.push(ControlFrame { header, control, data });
             }
         }
         if wants_reply {
@@ -283,15 +254,9 @@ impl State {
         }
     }
 
-    /// Queues a call to the channel, with data, that the host does not answer.
-    pub(super) fn put_on_socket(&mut self, call: ChannelCall, data: Bytes) {
-        let header = EntryHeader::new(FrameKind::Request, 0, NO_REPLY);
-        self.control_out.push((header, encode(&StoreCall::Channel(call)), vec![data]));
-    }
-
     /// Tells the host to free a stage.
     pub(super) fn release_stage(&mut self, target: u16, host_id: u64) {
-        let after = self.lanes[usize::from(target)].last_number;
+        let after = self.lanes.last_number(target);
         let job = Job::new(target, after, StoreCall::StageRelease { stage: host_id }, Route::Socket, None);
         self.submit(job);
     }

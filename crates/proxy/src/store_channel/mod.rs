@@ -17,14 +17,19 @@
 //! Deadlock is impossible: the stage writes that a transaction needs wait for neither transactions
 //! nor queries, and the queries of objects that it needs are sent without a limit.
 
+mod channel_stages;
+mod control_output;
 mod dma;
 mod driver;
+mod fallback_bytes;
 mod job;
 mod jobs;
+mod lanes;
 mod mode;
 mod recover;
 mod regions;
 mod replies;
+mod reply_side;
 mod ring_side;
 mod verify;
 
@@ -41,7 +46,7 @@ use base::mem::ArenaBuf;
 use base::pool::MIN_BUFFER;
 use bytes::Bytes;
 use channel::ofi::OfiOffer;
-use channel::{DmaEngine, EntryHeader, MemoryLayout, TargetInfo};
+use channel::{DmaEngine, MemoryLayout, TargetInfo};
 use futures::task::AtomicWaker;
 use store::stripes::{Coded, FragmentBytes, Parity, StripeWrite};
 use store::{StageId, StoreError};
@@ -51,14 +56,19 @@ use uuid::Uuid;
 use crate::messages::{CallAnswer, ParityFrom, StoreCall, Stripes, TransactionPart, pack_checksums};
 use crate::transaction_codec::EncodedTransactions;
 
+use channel_stages::ChannelStages;
+use control_output::ControlOutput;
 use dma::Dma;
 pub(crate) use driver::ChannelDriver;
+use fallback_bytes::FallbackBytes;
 use job::Job;
 pub(crate) use job::{AnswerUse, ReadCall};
+use lanes::Lanes;
 use mode::DmaState;
 use recover::Quarantine;
 use regions::Regions;
 use replies::Fetching;
+use reply_side::ReplySide;
 pub(crate) use ring_side::RingSide;
 use verify::Verify;
 
@@ -162,13 +172,11 @@ pub(crate) struct StoreChannel {
 
 struct State {
     dead: Option<String>,
-    incarnation: u64,
     last_id: u64,
-    last_stage: u64,
     jobs: HashMap<u64, Job>,
     pending: HashMap<u64, SentCall>,
-    lanes: Vec<Lane>,
-    stages: HashMap<u64, StageState>,
+    lanes: Lanes,
+    stages: ChannelStages,
     /// Jobs that wait for a range of host memory, in arrival order.
     range_queue: VecDeque<u64>,
     /// Jobs that wait only for space in the rings.
@@ -182,7 +190,7 @@ struct State {
     /// bytes in flight.
     ranges: Buddy,
     ring: Option<RingSide>,
-    control_out: Vec<(EntryHeader, Vec<u8>, Vec<Bytes>)>,
+    output: ControlOutput,
     /// Transfers of payload by DMA.
     dma: Dma,
     fetching: HashMap<u64, Fetching>,
@@ -203,49 +211,10 @@ struct State {
     poll: Duration,
     /// Whether the driver has a timer for overdue transfers and replies.
     watched: bool,
-    /// Bytes of replies that the doorbell announced and that are not being fetched yet. During a
-    /// probe, the sum of the doorbell's counts.
-    announced: usize,
-    /// Bytes of replies that are being fetched. `fetch_since` is when that fetch began.
-    asked: usize,
-    fetch_since: Option<Instant>,
-    /// When the host was last asked for its ring positions.
-    asked_positions: Option<Instant>,
-    /// Position up to which the host has put replies that no doorbell has announced yet, and when
-    /// the store channel learnt of it.
-    unheard: Option<(u64, Instant)>,
-    /// Bytes that payload transfers had already moved when DMA failed.
-    kept_bytes: u64,
-    /// Bytes that the control socket has carried in place of DMA.
-    put_bytes: u64,
+    replies: ReplySide,
+    fallback: FallbackBytes,
     /// Why the incarnation must end.
     fatal: Option<String>,
-}
-
-/// The transactions and reads of one target, in the order of the calls. A job with transactions of
-/// several targets is in several lanes.
-#[derive(Default)]
-struct Lane {
-    /// Number of the last transaction or query of an object.
-    last_number: u64,
-    queue: VecDeque<u64>,
-}
-
-/// The state of a stage in this incarnation.
-struct StageState {
-    host_id: u64,
-    /// Number of writes that were submitted and not posted yet. A transaction that names the stage
-    /// is posted after these writes.
-    unposted: u32,
-    /// Number of unanswered writes that a later transaction could overtake. These are the writes on
-    /// the control socket, and the writes whose checksums the host verifies, because they may have
-    /// to be sent again.
-    unsure: u32,
-    /// Number of writes that were submitted and not answered yet.
-    unanswered: u32,
-    /// Whether the stage was released. A released stage is removed once all its writes are
-    /// answered.
-    released: bool,
 }
 
 /// A request that was sent and is not answered.
@@ -320,20 +289,18 @@ impl StoreChannel {
         let largest = 1 << largest.ilog2();
         let state = State {
             dead: None,
-            incarnation,
             last_id: 0,
-            last_stage: 0,
             jobs: HashMap::default(),
             pending: HashMap::default(),
-            lanes: (0..targets).map(|_| Lane::default()).collect(),
-            stages: HashMap::default(),
+            lanes: Lanes::new(targets),
+            stages: ChannelStages::new(incarnation),
             range_queue: VecDeque::new(),
             ring_ready: VecDeque::new(),
             socket_ready: VecDeque::new(),
             queries: VecDeque::new(),
             queries_out: 0,
             ranges: Buddy::new(data_len, MIN_BUFFER, largest),
-            control_out: Vec::new(),
+            output: ControlOutput::default(),
             dma: Dma::default(),
             fetching: HashMap::default(),
             regions: Regions::new(largest, data_len, options.region_cache),
@@ -348,13 +315,8 @@ impl StoreChannel {
             offer: None,
             poll: options.poll,
             watched: false,
-            announced: 0,
-            asked: 0,
-            fetch_since: None,
-            asked_positions: None,
-            unheard: None,
-            kept_bytes: 0,
-            put_bytes: 0,
+            replies: ReplySide::default(),
+            fallback: FallbackBytes::new(),
             fatal: None,
             ring,
         };
@@ -393,7 +355,7 @@ impl StoreChannel {
     /// Releases the lock and wakes the driver if it has work: frames for the control socket, chains
     /// to post, or transfers to watch.
     fn unlock(&self, state: MutexGuard<'_, State>) {
-        let output = !state.control_out.is_empty() || state.ring.as_ref().is_some_and(RingSide::has_unposted);
+        let output = !state.output.is_empty() || state.ring.as_ref().is_some_and(RingSide::has_unposted);
         let unwatched = !state.watched && state.has_work();
         drop(state);
         if output || unwatched {
@@ -405,9 +367,10 @@ impl StoreChannel {
     pub(crate) fn call(&self, target: u16, call: StoreCall, kind: AnswerUse, answer_to: AnswerTo) {
         let mut state = self.lock();
         let Some(answer_to) = state.accept(answer_to) else { return };
-        let lane = &mut state.lanes[usize::from(target)];
-        let after = lane.last_number;
-        lane.last_number += u64::from(call.is_object_query());
+        let after = state.lanes.last_number(target);
+        if call.is_object_query() {
+            state.lanes.count_call(target);
+        }
         state.submit(Job::on_socket(target, after, call, kind, answer_to));
         self.unlock(state);
     }
@@ -423,17 +386,14 @@ impl StoreChannel {
     ) {
         let mut state = self.lock();
         let Some(answer_to) = state.accept(answer_to) else { return };
-        let Some(staged) = state.stages.get_mut(&stage.0).filter(|staged| !staged.released) else {
-            drop(state);
+        match state.stages.begin_write(stage) {
+            Ok(host_id) => {
+                let job = Job::stage_write(target, stage, host_id, offset, payload, self.by_dma, answer_to);
+                state.submit(job);
+            }
             // The caller may have been cancelled; ignore the error.
-            let _ = answer_to.send(Err(StoreError::NoSuchStage(stage.0).into()));
-            return;
-        };
-        staged.unposted += 1;
-        staged.unanswered += 1;
-        let host_id = staged.host_id;
-        let job = Job::stage_write(target, stage, host_id, offset, payload, self.by_dma, answer_to);
-        state.submit(job);
+            Err(e) => drop(answer_to.send(Err(e.into()))),
+        }
         self.unlock(state);
     }
 
@@ -461,10 +421,7 @@ impl StoreChannel {
     /// Releases a stage. The host sends no answer.
     pub(crate) fn stage_release(&self, target: u16, stage: StageId) {
         let mut state = self.lock();
-        if let Some(staged) = state.stages.get_mut(&stage.0).filter(|staged| !staged.released) {
-            staged.released = true;
-            let host_id = staged.host_id;
-            state.forget_if_done(stage.0);
+        if let Some(host_id) = state.stages.release(stage) {
             state.release_stage(target, host_id);
         }
         self.unlock(state);
@@ -484,7 +441,7 @@ impl StoreChannel {
     pub(crate) fn read(&self, target: u16, read: job::ReadCall, answer_to: AnswerTo) {
         let mut state = self.lock();
         let Some(answer_to) = state.accept(answer_to) else { return };
-        let after = state.lanes[usize::from(target)].last_number;
+        let after = state.lanes.last_number(target);
         state.submit(Job::read(target, after, read, self.by_dma, answer_to));
         self.unlock(state);
     }
@@ -502,10 +459,10 @@ impl StoreChannel {
     pub(crate) fn status(&self) -> StoreChannelStatus {
         let state = self.lock();
         StoreChannelStatus {
-            stages: state.stages.values().filter(|staged| !staged.released).count(),
+            stages: state.stages.count(),
             quarantined: state.quarantined(),
-            kept_bytes: state.kept_bytes,
-            put_bytes: state.put_bytes,
+            kept_bytes: state.fallback.kept(),
+            put_bytes: state.fallback.sent(),
         }
     }
 }
@@ -526,10 +483,9 @@ impl State {
         }
         let translate = |part: &Option<(Uuid, StageId)>| {
             let Some((uuid, stage)) = part else { return Ok(None) };
-            let gone = StoreError::NoSuchStage(stage.0);
-            let target = targets.iter().position(|target| target.uuid == *uuid).ok_or(gone.clone())?;
-            let staged = self.stages.get(&stage.0).filter(|staged| !staged.released).ok_or(gone)?;
-            Ok(Some((target as u16, staged.host_id)))
+            let target = targets.iter().position(|target| target.uuid == *uuid);
+            let target = target.ok_or(StoreError::NoSuchStage(stage.0))?;
+            Ok(Some((target as u16, self.stages.host_id(*stage)?)))
         };
         let parts = write.parts.iter().map(translate).collect::<Result<Vec<_>, StoreError>>()?;
         let (len, data) = (write.fragment_len() as u64, write.data.len() as u16);
@@ -559,7 +515,7 @@ impl State {
         };
         match encoded {
             Ok((parts, encoded)) if parts.len() == 1 || job::may_join(&encoded) => {
-                parts.iter().for_each(|part| self.lanes[usize::from(part.target)].last_number += 1);
+                parts.iter().for_each(|part| self.lanes.count_call(part.target));
                 let answers = transactions.into_iter().filter_map(|mut one| one.answer_to.take());
                 self.submit(Job::transactions(parts, encoded, by_dma, answers));
             }
@@ -594,15 +550,12 @@ impl State {
         transactions: &[SubmittedTransaction],
         align: usize,
     ) -> Result<(Vec<TransactionPart>, EncodedTransactions), StoreError> {
-        let translate = |stage: StageId| {
-            let staged = self.stages.get(&stage.0).filter(|staged| !staged.released);
-            staged.map(|staged| staged.host_id).ok_or(StoreError::NoSuchStage(stage.0))
-        };
+        let translate = |stage: StageId| self.stages.host_id(stage);
         let mut encoded = EncodedTransactions::with_capacity(transactions.len());
         let mut parts = Vec::with_capacity(transactions.len());
         for SubmittedTransaction { target, transaction, .. } in transactions {
             let encoding = encoded.add(transaction, align, translate)? as u16;
-            let after = self.lanes[usize::from(*target)].last_number;
+            let after = self.lanes.last_number(*target);
             parts.push(TransactionPart { target: *target, after, encoding });
         }
         Ok((parts, encoded))

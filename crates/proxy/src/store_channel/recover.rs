@@ -32,6 +32,7 @@ use channel::{Bell, Chain, ChainCompletion, ChannelEntry, ChannelError, Joined, 
 
 use super::job::{ChannelKind, Job, Route};
 use super::mode::{DmaState, ProbeStep};
+use super::reply_side::ReplySide;
 use super::{HeldRange, RingSide, State};
 use crate::messages::{CallAnswer, CallOutcome, ChannelCall, decode};
 
@@ -144,13 +145,16 @@ impl State {
         // A job without a lane is sent at once. Other jobs return to their lanes, and wait there
         // for the stage writes that they depend on. These writes may be sent again.
         lost.extend(std::mem::take(&mut self.held));
-        for id in lost.into_iter().rev() {
+        let has_lane = |id: &u64| self.jobs.get(id).is_some_and(Job::is_in_lane);
+        let (mut in_lanes, at_once): (Vec<u64>, Vec<u64>) = lost.into_iter().partition(has_lane);
+        in_lanes.sort_unstable();
+        for id in in_lanes.into_iter().rev() {
             let Some(job) = self.jobs.get(&id) else { continue };
-            job.lanes().for_each(|lane| self.lanes[lane].queue.push_front(id));
-            if !job.is_in_lane() {
-                self.doubt(id);
-                self.socket_ready.push_front(id);
-            }
+            self.lanes.push_front(id, job.lanes());
+        }
+        for id in at_once.into_iter().rev() {
+            self.doubt(id);
+            self.socket_ready.push_front(id);
         }
     }
 
@@ -256,38 +260,28 @@ impl State {
         if !self.is_open() {
             return;
         }
-        if self.fetch_since.is_some_and(|since| since < then) {
+        if self.replies.is_overdue(then) {
             return self.dma_failed("the fetch of replies is overdue");
         }
-        if let Some((head, at)) = self.unheard
-            && now.duration_since(at) >= self.overdue / 4
-        {
-            self.unheard = None;
-            if self.heard() < head {
-                return self.dma_failed("a doorbell did not reach the osd");
-            }
+        let taken = self.ring.as_ref().map_or(0, RingSide::taken);
+        if self.replies.has_missed_bell(taken, self.overdue / 4, now) {
+            return self.dma_failed("a doorbell did not reach the osd");
         }
         let late = self.pending.values().any(|p| p.ring_end > 0 && p.sent < then);
-        if late && self.asked_positions.is_none_or(|asked| asked < then) {
-            self.asked_positions = Some(now);
+        if late && self.replies.asks_positions(then, now) {
             self.submit(Job::of_channel(ChannelCall::Positions, ChannelKind::Positions));
         }
     }
 
-    /// Bytes of the outbox that the osd knows of: taken, announced or being fetched.
-    fn heard(&self) -> u64 {
-        self.ring.as_ref().map_or(0, RingSide::taken) + (self.announced + self.asked) as u64
-    }
-
     /// Handles the host's report of its ring positions.
     fn positions(&mut self, taken: u64, head: u64) {
-        let Some(asked) = self.asked_positions else { return };
+        let Some(asked) = self.replies.asked_positions() else { return };
         let late = |p: &super::SentCall| p.ring_end > taken && p.sent + self.overdue < asked;
         if self.pending.values().any(late) {
             self.dma_failed("an entry or a doorbell did not reach the host");
-        } else if head > self.heard() {
-            // The doorbell for the new replies may still be on the way.
-            self.unheard = Some((head, Instant::now()));
+        } else {
+            // The doorbell for new replies may still be on the way.
+            self.replies.expect_bell(head, Instant::now());
         }
     }
 
@@ -352,7 +346,7 @@ impl State {
     /// doorbell.
     fn probe(&mut self) {
         self.mode = DmaState::Probing { since: Instant::now(), step: ProbeStep::There };
-        self.announced = 0;
+        self.replies.begin_probe();
         let Some(ring) = &mut self.ring else { return };
         let (inbound, pattern) =
             (ring.layout().inbound(), base::entropy::random::<[u8; 32]>().repeat(PROBE / 32));
@@ -429,7 +423,9 @@ impl State {
 
     /// Opens the rings if the probe's data was correct and the host has rung the osd's doorbell.
     pub(super) fn bell_during_probe(&mut self) {
-        if matches!(self.mode, DmaState::Probing { step: ProbeStep::Bell, .. }) && self.announced > 0 {
+        if matches!(self.mode, DmaState::Probing { step: ProbeStep::Bell, .. })
+            && self.replies.was_rung_in_probe()
+        {
             self.step(ProbeStep::Opening);
             self.submit(Job::of_channel(ChannelCall::Open, ChannelKind::Open));
         }
@@ -462,8 +458,7 @@ impl State {
         if let Some(ring) = &mut self.ring {
             ring.start_over();
         }
-        (self.announced, self.asked, self.fetch_since) = (0, 0, None);
-        (self.asked_positions, self.unheard) = (None, None);
+        self.replies = ReplySide::default();
         self.mode = DmaState::Open;
         self.health.probed(Ok(()), Instant::now());
     }
@@ -524,18 +519,16 @@ impl State {
         for (offset, piece) in &job.upload {
             let skip = arrived.min(piece.len());
             arrived -= skip;
-            metrics::counter!("outboard_proxy_kept_bytes").increment(skip as u64);
+            self.fallback.keep(skip);
             let mut rest: Bytes = piece.slice(skip..);
             let mut to = at + offset + skip;
             while !rest.is_empty() {
                 let part = rest.split_to(PUT.min(rest.len()));
                 let len = part.len();
-                metrics::counter!("outboard_proxy_fallback_bytes").increment(len as u64);
-                self.put_bytes += len as u64;
-                self.put_on_socket(ChannelCall::Put { offset: to as u64 }, part);
+                self.fallback.send(len);
+                self.output.push_unanswered(ChannelCall::Put { offset: to as u64 }, part);
                 to += len;
             }
-            self.kept_bytes += skip as u64;
         }
     }
 }

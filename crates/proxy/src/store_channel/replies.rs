@@ -16,8 +16,8 @@ use super::job::{AnswerUse, ChannelKind, Job, RangeUse, Route};
 use super::recover::Quarantine;
 use super::regions::OpenedWindow;
 use super::{
-    AnswerTo, CallAnswered, CallError, Delivered, HeldRange, ReadLanding, RingSide, SentCall, StageState,
-    State, StoreChannel,
+    AnswerTo, CallAnswered, CallError, Delivered, HeldRange, ReadLanding, RingSide, SentCall, State,
+    StoreChannel,
 };
 use crate::calls::unexpected;
 use crate::messages::{CallAnswer, CallOutcome, ChannelCall, decode, unpack_checksums};
@@ -181,14 +181,9 @@ impl State {
 
     /// Registers a new stage. Releases it at once if the caller was cancelled.
     fn new_stage(&mut self, target: u16, host_id: u64, answer_to: AnswerTo) {
-        self.last_stage += 1;
-        // The stage's number includes the number of the incarnation. A stage that was lost with its
-        // incarnation can therefore not be confused with a later stage.
-        let id = (self.incarnation << 40) | self.last_stage;
-        self.stages
-            .insert(id, StageState { host_id, unposted: 0, unsure: 0, unanswered: 0, released: false });
-        if answer_to.send(Ok(Delivered::new(CallAnswer::Stage(id), Vec::new()))).is_err() {
-            self.stages.remove(&id);
+        let id = self.stages.create(host_id);
+        let is_gone = answer_to.send(Ok(Delivered::new(CallAnswer::Stage(id.0), Vec::new()))).is_err();
+        if is_gone && let Some(host_id) = self.stages.release(id) {
             self.release_stage(target, host_id);
         }
     }
@@ -277,12 +272,10 @@ impl State {
     fn get_rest(&mut self, id: u64) {
         let (Some(rest), Some(ring)) = (self.fetching.get(&id), &self.ring) else { return };
         let offset = (ring.range_offset(rest.range) + rest.fetched) as u64;
-        let len = (rest.len - rest.fetched) as u64;
-        let fetched = rest.fetched as u64;
-        self.kept_bytes += fetched;
-        self.put_bytes += len;
-        metrics::counter!("outboard_proxy_kept_bytes").increment(fetched);
-        metrics::counter!("outboard_proxy_fallback_bytes").increment(len);
+        let len = rest.len - rest.fetched;
+        self.fallback.keep(rest.fetched);
+        self.fallback.send(len);
+        let len = len as u64;
         self.submit(Job::of_channel(ChannelCall::Get { offset, len }, ChannelKind::Get(id)));
     }
 
@@ -432,8 +425,8 @@ impl StoreChannel {
         state.socket_ready.clear();
         state.queries.clear();
         state.held.clear();
-        state.control_out.clear();
-        state.lanes.iter_mut().for_each(|lane| lane.queue.clear());
+        state.output.take();
+        state.lanes.clear();
         let jobs = std::mem::take(&mut state.jobs);
         let pending = std::mem::take(&mut state.pending);
         let fetching = std::mem::take(&mut state.fetching);
