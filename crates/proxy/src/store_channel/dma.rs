@@ -16,7 +16,6 @@ use bytes::Bytes;
 use channel::{Chain, ChainCompletion, DmaRegion, QueueId, Transfer, URGENT};
 
 use super::State;
-use super::job::{RangeUse, Route};
 use super::ring_side::RingSide;
 
 /// This bit marks the tags of payload chains. Request numbers, which count from 1, never reach it.
@@ -172,18 +171,18 @@ impl Dma {
 impl State {
     /// Starts the upload of a job's payload.
     pub(super) fn start_upload(&mut self, id: u64) {
-        let (Some(job), Some(ring)) = (self.jobs.get_mut(&id), &mut self.ring) else { return };
-        let RangeUse::Held(range) = job.range else { return };
-        let Some(region) = job.region.clone() else { return };
-        let transfers = ring.upload_transfers(&job.upload, range, &region);
-        let queue = ring.bulk_queue(job.writes_stage.map_or(id, |stage| stage.0));
+        let Some(ring) = &mut self.ring else { return };
+        let job = self.calls.job(id);
+        let Some((range, window)) = job.uploading() else { return };
+        let transfers = ring.upload_transfers(job.upload(), range, window);
+        let queue = ring.bulk_queue(job.written_stage().map_or(id, |stage| stage.0));
         self.dma.waiting.push_back(Wish {
             cargo: Cargo::Upload(id),
             queue,
             transfers,
-            since: job.since,
-            clock: job.clock.clone(),
-            holds: Holds { _payload: job.upload.clone(), _region: Some(region.region) },
+            since: job.since(),
+            clock: job.clock().cloned(),
+            holds: Holds { _payload: job.upload().to_vec(), _region: Some(Arc::clone(&window.region)) },
         });
         self.dma.post(ring);
     }
@@ -194,11 +193,11 @@ impl State {
         id: u64,
         transfers: Vec<Transfer>,
         clock: Option<Clock>,
-        region: Option<Arc<DmaRegion>>,
+        region: Arc<DmaRegion>,
     ) {
         let Some(ring) = &mut self.ring else { return };
         let queue = ring.bulk_queue(id);
-        let holds = Holds { _payload: Vec::new(), _region: region };
+        let holds = Holds { _payload: Vec::new(), _region: Some(region) };
         let wish = Wish { cargo: Cargo::Fetch(id), queue, transfers, since: Instant::now(), clock, holds };
         self.dma.waiting.push_back(wish);
         self.dma.post(ring);
@@ -249,13 +248,7 @@ impl State {
 
     /// Records that DMA has moved `bytes` of a job's payload and will move no more of it.
     fn uploaded(&mut self, id: u64, bytes: usize) {
-        if let Some(job) = self.jobs.get_mut(&id) {
-            job.arrived = bytes;
-            job.region = None;
-            if job.arrived < job.upload_len() {
-                job.route = Route::Socket;
-            }
-            self.payload_ready(id);
-        }
+        self.calls.job_mut(id).uploaded(bytes);
+        self.job_ready(id);
     }
 }

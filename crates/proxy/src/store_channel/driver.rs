@@ -136,8 +136,8 @@ impl ChannelDriver {
             let mut progress = self.take_completions(cx)?;
             progress |= self.hear_bell(cx)?;
             progress |= self.take_frames(cx)?;
-            self.attach(cx);
-            self.tick(cx);
+            self.attach(cx)?;
+            self.tick(cx)?;
             self.write_control(cx)?;
             if !progress {
                 self.post()?;
@@ -163,38 +163,35 @@ impl ChannelDriver {
     }
 
     fn take_completions(&mut self, cx: &mut Context<'_>) -> Result<bool, ChannelError> {
-        let store_channel = Arc::clone(&self.store_channel);
-        let mut state = store_channel.lock();
-        let Some(ring) = &mut state.ring else { return Ok(false) };
-        ring.engine().poll_completions(cx, &mut self.completions);
-        ring.post_waiting();
-        if let Some(why) = ring.failure() {
-            return Err(ChannelError::Transfer(why.to_owned()));
-        }
-        let progress = !self.completions.is_empty();
-        for completion in self.completions.drain(..) {
-            state.completed(&completion)?;
-        }
-        if progress {
-            state.pump();
-        }
-        Ok(progress)
+        let completions = &mut self.completions;
+        self.store_channel.driver_turn(|state| {
+            let Some(ring) = &mut state.ring else { return Ok(false) };
+            ring.engine().poll_completions(cx, completions);
+            ring.post_waiting();
+            if let Some(why) = ring.failure() {
+                return Err(ChannelError::Transfer(why.to_owned()));
+            }
+            let progress = !completions.is_empty();
+            completions.drain(..).try_for_each(|completion| state.completed(&completion))?;
+            Ok(progress)
+        })
     }
 
     fn hear_bell(&mut self, cx: &mut Context<'_>) -> Result<bool, ChannelError> {
         let Some(bell) = &self.bell else { return Ok(false) };
         let Poll::Ready(count) = bell.poll_wait(cx) else { return Ok(false) };
-        self.store_channel.lock().heard_bell(count?)?;
+        let count = count?;
+        self.store_channel.driver_turn(|state| state.heard_bell(count))?;
         Ok(true)
     }
 
     /// Attaches the engine again when the host has made an offer.
-    fn attach(&mut self, cx: &mut Context<'_>) {
+    fn attach(&mut self, cx: &mut Context<'_>) -> Result<(), ChannelError> {
         let store_channel = Arc::clone(&self.store_channel);
         let mut state = store_channel.lock();
         if !state.is_attaching() {
             self.attaching = None;
-            return;
+            return Ok(());
         }
         if let (Some(offer), Some(ring)) = (state.take_offer(), &state.ring) {
             let (engine, len) = (Arc::clone(ring.engine()), ring.layout().len());
@@ -202,14 +199,13 @@ impl ChannelDriver {
                 Some(Box::pin(async move { engine.attach(MemoryAccess::Offer(offer), len).await }));
         }
         drop(state);
-        let Some(attaching) = &mut self.attaching else { return };
-        let Poll::Ready(joined) = attaching.as_mut().poll(cx) else { return };
+        let Some(attaching) = &mut self.attaching else { return Ok(()) };
+        let Poll::Ready(joined) = attaching.as_mut().poll(cx) else { return Ok(()) };
         self.attaching = None;
-        let mut state = store_channel.lock();
-        if let Some(bell) = state.attached(joined) {
+        if let Some(bell) = self.store_channel.driver_turn(|state| Ok(state.attached(joined)))? {
             self.bell = Some(bell);
         }
-        state.pump();
+        Ok(())
     }
 
     fn take_frames(&mut self, cx: &mut Context<'_>) -> Result<bool, ChannelError> {
@@ -217,37 +213,36 @@ impl ChannelDriver {
         for _ in 0..FRAMES_PER_TURN {
             let Poll::Ready(frame) = self.control.poll_frame(cx) else { break };
             let frame = frame?;
-            let mut state = self.store_channel.lock();
             if frame.header.kind != channel::EntryKind::Reply {
                 return Err(ChannelError::Protocol("the store sent a frame that is not a reply".into()));
             }
-            if frame.header.id == NO_REPLY {
-                state.dma_failed("the host found an invalid entry in its ring");
-            } else {
-                state.reply(frame, Route::Socket)?;
-            }
-            state.pump();
+            self.store_channel.driver_turn(|state| {
+                if frame.header.id == NO_REPLY {
+                    state.dma_failed("the host found an invalid entry in its ring");
+                    return Ok(());
+                }
+                state.reply(frame, Route::Socket)
+            })?;
             progress = true;
         }
         Ok(progress)
     }
 
     /// Checks for overdue transfers and replies when the timer has expired.
-    fn tick(&mut self, cx: &mut Context<'_>) {
+    fn tick(&mut self, cx: &mut Context<'_>) -> Result<(), ChannelError> {
         let expired = match &mut self.timer {
             Some(timer) => timer.as_mut().poll(cx).is_ready(),
             None => self.store_channel.lock().has_work(),
         };
         if !expired {
-            return;
+            return Ok(());
         }
-        let mut state = self.store_channel.lock();
         let now = Instant::now();
-        state.tick(now);
-        state.pump();
-        let next = state.next_tick(now);
-        state.watched = next.is_some();
-        drop(state);
+        self.store_channel.driver_turn(|state| {
+            state.tick(now);
+            Ok(())
+        })?;
+        let next = self.store_channel.lock().watch(now);
         self.timer = next.map(|at| Box::pin(tokio::time::sleep_until(at)));
         if let Some(timer) = &mut self.timer {
             // Registers the waker. If the timer has expired meanwhile, the next turn handles it.
@@ -255,6 +250,7 @@ impl ChannelDriver {
                 cx.waker().wake_by_ref();
             }
         }
+        Ok(())
     }
 
     fn write_control(&mut self, cx: &mut Context<'_>) -> Result<(), ChannelError> {
@@ -335,6 +331,14 @@ impl State {
         self.replies.announce(count, limit)?;
         self.fetch();
         Ok(())
+    }
+
+    /// Returns when the driver must check for overdue transfers and replies next; `None` if nothing
+    /// can become overdue.
+    fn watch(&mut self, now: Instant) -> Option<Instant> {
+        let next = self.next_tick(now);
+        self.watched = next.is_some();
+        next
     }
 
     /// Whether anything is in progress that could become overdue.

@@ -6,14 +6,17 @@ use base::mem::ArenaBuf;
 use base::phases::{self, Clock};
 use base::pool::MIN_BUFFER;
 use bytes::Bytes;
+use channel::{EntryHeader, EntryKind, REFUSE, VERIFY};
 use store::stripes::{Coded, FragmentBytes};
-use store::{CollectionId, ObjectId, StageId};
+use store::{CollectionId, ObjectId, StageId, StoreError};
 
+use super::host_ranges::HeldRange;
 use super::regions::OpenedWindow;
-use super::{AnswerTo, HeldRange};
+use super::verify::Verify;
+use super::{AnswerTo, CallError, Delivered};
 use crate::messages::{
-    ChannelCall, ParityFrom, PayloadPlace, StoreCall, Stripes, TransactionPart, TransactionParts,
-    pack_checksums, unpack_checksums,
+    CallAnswer, ChannelCall, NO_REPLY, ParityFrom, PayloadPlace, StoreCall, Stripes, TransactionPart,
+    TransactionParts, encode, pack_checksums, unpack_checksums,
 };
 use crate::transaction_codec::EncodedTransactions;
 
@@ -36,17 +39,12 @@ pub(crate) enum Route {
 }
 
 /// What the store channel does with the answer to a call.
-#[derive(Debug)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum AnswerUse {
     /// Passes the answer to the caller.
     Plain,
     /// The answer names a new stage, which the store channel registers.
     Stage,
-    /// The answer describes data that the store channel must fetch, into this buffer if there is
-    /// one.
-    Read(Option<ArenaBuf>),
-    /// The answer concerns the channel itself.
-    Channel(ChannelKind),
 }
 
 /// The call to the channel itself that an answer belongs to.
@@ -68,12 +66,67 @@ pub(crate) enum ChannelKind {
     Open,
 }
 
-/// Whether a job needs a range of host memory.
-#[derive(Debug, Clone, Copy)]
-pub(crate) enum RangeUse {
-    None,
-    Wanted(usize),
-    Held(HeldRange),
+/// What a job does, with the receivers of its answers.
+pub(super) enum JobKind {
+    /// Executes transactions, and belongs in the lanes of their targets.
+    Transactions {
+        parts: Vec<JobPart>,
+        /// Stages whose writes must precede the job.
+        stages: Vec<StageId>,
+    },
+    /// Reads into a buffer if there is one, and belongs in the lane of its target.
+    Read { dest: Option<ArenaBuf>, answer_to: AnswerTo },
+    /// Writes to a stage.
+    StageWrite { stage: StageId, state: WriteState, answer_to: AnswerTo },
+    /// Writes to the stages of several fragments. `coded` reports that parity was computed.
+    Stripes { coded: Option<Coded>, answer_to: AnswerTo },
+    /// Makes another call over the control socket.
+    Call { answer_use: AnswerUse, answer_to: AnswerTo },
+    /// Releases a stage. The host sends no answer.
+    StageRelease,
+    /// Concerns the channel itself.
+    Channel(ChannelKind),
+}
+
+/// How a stage write is counted in its stage.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum WriteState {
+    /// Its payload is not ready.
+    Unposted,
+    /// It was posted, and no later transaction can overtake it.
+    Sure,
+    /// It was posted, and a later transaction could overtake it.
+    Unsure,
+}
+
+/// Where the payload of a job is. A read has no payload, but the data that it reads needs a range
+/// in the same way.
+enum PayloadState {
+    /// The job needs no range: it has no payload, or the payload travels with the request.
+    Inline,
+    /// The job waits for a range of this length, in bytes.
+    WaitsForRange(usize),
+    /// The job waits until DMA may use the window that contains its range.
+    WaitsForWindow(HeldRange),
+    /// DMA moves the payload into the range.
+    Uploading(HeldRange, OpenedWindow),
+    /// DMA moves the payload into the range together with the request, or the data out of it after
+    /// the request.
+    InWindow(HeldRange, OpenedWindow),
+    /// DMA has moved the payload's first bytes into the range and moves no more of it. The control
+    /// socket carries the rest.
+    Arrived { range: HeldRange, bytes: usize },
+}
+
+/// Whether the host must verify the payload's checksums.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum PayloadCheck {
+    Trusted,
+    /// The host verifies the payload, and asks for it again if DMA could have damaged it.
+    Suspect,
+    /// The host has found the payload damaged. If the payload is damaged again, the host refuses
+    /// the request.
+    FoundDamaged,
 }
 
 /// The arguments of a read.
@@ -88,53 +141,73 @@ pub(crate) struct ReadCall {
 }
 
 /// The transaction of one target in a job.
-pub(crate) struct JobPart {
-    pub(super) target: u16,
+pub(super) struct JobPart {
+    target: u16,
     /// The receiver of the outcome, until the outcome is known.
-    pub(super) answer_to: Option<AnswerTo>,
+    answer_to: Option<AnswerTo>,
 }
 
-/// A call that was not sent yet.
-pub(crate) struct Job {
-    pub(super) target: u16,
-    pub(super) after: u64,
-    pub(super) call: StoreCall,
+impl JobPart {
+    /// Delivers the outcome of the transaction. After a failure of DMA, an outcome may arrive
+    /// twice.
+    pub(super) fn answer(&mut self, outcome: Result<(), StoreError>) {
+        if let Some(answer_to) = self.answer_to.take() {
+            let answered = outcome.map(|()| Delivered::new(CallAnswer::Done, Vec::new()));
+            // The caller may have been cancelled; ignore the error.
+            let _ = answer_to.send(answered.map_err(CallError::Store));
+        }
+    }
+
+    pub(super) fn is_answered(&self) -> bool {
+        self.answer_to.is_none()
+    }
+}
+
+/// A call with its payload. The store channel keeps it until it is answered, because it may have to
+/// be sent again.
+pub(super) struct Job {
+    target: u16,
+    after: u64,
+    call: StoreCall,
     /// Control data that follows the encoded call.
-    pub(super) tail: Vec<u8>,
+    tail: Vec<u8>,
     /// Pieces of the payload, each with its offset in the range or in the data section, in bytes.
-    pub(super) upload: Vec<(usize, Bytes)>,
-    /// Bytes of the payload that are already in the range.
-    pub(super) arrived: usize,
-    pub(super) range: RangeUse,
-    /// The open window that contains the range, while DMA may use it.
-    pub(super) region: Option<OpenedWindow>,
-    pub(super) reply_max: usize,
-    pub(super) route: Route,
-    /// Whether the payload is in place or travels with the request.
-    pub(super) payload_ready: bool,
-    /// The transactions of the job, if it consists of transactions. The job belongs in the lanes of
-    /// their targets. A lane is the ordered queue of a target's transactions and reads.
-    pub(super) parts: Vec<JobPart>,
-    /// Whether the job is a read, which belongs in the lane of its target.
-    pub(super) is_read: bool,
-    /// The stage that the job writes to, if it is a stage write.
-    pub(super) writes_stage: Option<StageId>,
-    /// Whether the host must verify the payload's checksums.
-    pub(super) suspect: bool,
-    /// Whether the host has found the payload damaged. If the payload is damaged again, the host
-    /// refuses the request.
-    pub(super) found_damaged: bool,
-    /// Whether the stage counts the job as a write that a transaction could overtake.
-    pub(super) unsure: bool,
-    /// Stages whose writes must be posted before the job.
-    pub(super) names_stages: Vec<StageId>,
-    pub(super) kind: AnswerUse,
-    pub(super) answer_to: Option<AnswerTo>,
-    /// The sender that reports that parity was computed.
-    pub(super) coded: Option<Coded>,
+    upload: Vec<(usize, Bytes)>,
+    payload: PayloadState,
+    check: PayloadCheck,
+    reply_max: usize,
+    route: Route,
+    kind: JobKind,
     /// When the call was made. `clock` measures the client's request that the call belongs to.
-    pub(super) since: Instant,
+    since: Instant,
+    clock: Option<Clock>,
+}
+
+/// The parts of an answered job.
+pub(super) struct AnsweredJob {
+    pub(super) target: u16,
+    pub(super) kind: JobKind,
+    pub(super) upload: Vec<(usize, Bytes)>,
+    pub(super) range: Option<HeldRange>,
+    /// The window that contains the range, if DMA may use it.
+    pub(super) window: Option<OpenedWindow>,
     pub(super) clock: Option<Clock>,
+}
+
+impl JobKind {
+    /// Returns the receivers of the answers that are not known yet.
+    pub(super) fn into_answers(self) -> Vec<AnswerTo> {
+        match self {
+            JobKind::Transactions { parts, .. } => {
+                parts.into_iter().filter_map(|part| part.answer_to).collect()
+            }
+            JobKind::Read { answer_to, .. }
+            | JobKind::StageWrite { answer_to, .. }
+            | JobKind::Stripes { answer_to, .. }
+            | JobKind::Call { answer_to, .. } => vec![answer_to],
+            JobKind::StageRelease | JobKind::Channel(_) => Vec::new(),
+        }
+    }
 }
 
 /// Whether transactions fit into one ring entry, so that one transfer carries all of them.
@@ -142,8 +215,9 @@ pub(super) fn fits_inline(encoded: &EncodedTransactions) -> bool {
     encoded.control.len() + encoded.data_len <= MAX_INLINE
 }
 
-/// Whether one request may carry transactions of several targets. It holds its range until the slowest
-/// target has answered, so the range must not be longer than that of the transaction of one target.
+/// Whether one request may carry transactions of several targets. It holds its range until the
+/// slowest target has answered, so the range must not be longer than that of the transaction of one
+/// target.
 pub(super) fn may_join(encoded: &EncodedTransactions) -> bool {
     fits_inline(encoded) || data_at(encoded) == 0 && encoded.data_len <= encoded.longest_data
 }
@@ -162,35 +236,18 @@ pub(super) fn range_len(encoded: &EncodedTransactions) -> usize {
 }
 
 impl Job {
-    pub(super) fn new(
-        target: u16,
-        after: u64,
-        call: StoreCall,
-        route: Route,
-        answer_to: Option<AnswerTo>,
-    ) -> Job {
+    fn new(target: u16, after: u64, call: StoreCall, route: Route, kind: JobKind) -> Job {
         Job {
             target,
             after,
             call,
             tail: Vec::new(),
             upload: Vec::new(),
-            arrived: 0,
-            range: RangeUse::None,
-            region: None,
+            payload: PayloadState::Inline,
+            check: PayloadCheck::Trusted,
             reply_max: SMALL_REPLY,
             route,
-            payload_ready: false,
-            parts: Vec::new(),
-            is_read: false,
-            writes_stage: None,
-            suspect: false,
-            found_damaged: false,
-            unsure: false,
-            names_stages: Vec::new(),
-            kind: AnswerUse::Plain,
-            answer_to,
-            coded: None,
+            kind,
             since: Instant::now(),
             clock: phases::current(),
         }
@@ -198,20 +255,24 @@ impl Job {
 
     /// Creates a call to the channel itself.
     pub(super) fn of_channel(call: ChannelCall, kind: ChannelKind) -> Job {
-        Job {
-            kind: AnswerUse::Channel(kind),
-            ..Job::new(0, 0, StoreCall::Channel(call), Route::Socket, None)
-        }
+        Job::new(0, 0, StoreCall::Channel(call), Route::Socket, JobKind::Channel(kind))
     }
 
+    /// Creates a call on the control socket.
     pub(super) fn on_socket(
         target: u16,
         after: u64,
         call: StoreCall,
-        kind: AnswerUse,
+        answer_use: AnswerUse,
         answer_to: AnswerTo,
     ) -> Job {
-        Job { kind, ..Job::new(target, after, call, Route::Socket, Some(answer_to)) }
+        Job::new(target, after, call, Route::Socket, JobKind::Call { answer_use, answer_to })
+    }
+
+    /// Creates the release of a stage.
+    pub(super) fn stage_release(target: u16, after: u64, host_id: u64) -> Job {
+        let call = StoreCall::StageRelease { stage: host_id };
+        Job::new(target, after, call, Route::Socket, JobKind::StageRelease)
     }
 
     /// Creates a stage write. It depends only on the creation of its stage, not on any transaction.
@@ -235,11 +296,11 @@ impl Job {
             checksums,
             place: PayloadPlace::Inline,
         };
+        let kind = JobKind::StageWrite { stage, state: WriteState::Unposted, answer_to };
         Job {
-            range: want(data.len()),
+            payload: want(data.len()),
             upload: vec![(0, data)],
-            writes_stage: Some(stage),
-            ..Job::new(target, 0, call, route(by_dma), Some(answer_to))
+            ..Job::new(target, 0, call, route(by_dma), kind)
         }
     }
 
@@ -264,11 +325,10 @@ impl Job {
         }
         let call = StoreCall::StageStripes { stripes, place: PayloadPlace::Inline };
         Job {
-            range: want(fragments * len),
+            payload: want(fragments * len),
             upload,
             reply_max: 2 * SMALL_REPLY,
-            coded,
-            ..Job::new(0, 0, call, route(by_dma), Some(answer_to))
+            ..Job::new(0, 0, call, route(by_dma), JobKind::Stripes { coded, answer_to })
         }
     }
 
@@ -280,7 +340,7 @@ impl Job {
         answers: impl Iterator<Item = AnswerTo>,
     ) -> Job {
         let in_entry = by_dma && fits_inline(&encoded);
-        let range = if in_entry { RangeUse::None } else { want(range_len(&encoded)) };
+        let payload = if in_entry { PayloadState::Inline } else { want(range_len(&encoded)) };
         let data_at = data_at(&encoded);
         let rides = !by_dma || data_at == 0;
         let control_crc = if rides { 0 } else { crc32c(&encoded.control) };
@@ -298,35 +358,23 @@ impl Job {
         let reply_max = SMALL_REPLY / 2 * (parts.len() + 1);
         let transactions = TransactionParts { parts, lengths: encoded.lengths, control_crc };
         let call = StoreCall::Transactions { transactions, place: PayloadPlace::Inline };
-        Job {
-            tail,
-            upload,
-            range,
-            parts: job_parts,
-            reply_max,
-            names_stages: encoded.stages,
-            ..Job::new(0, 0, call, route(by_dma), None)
-        }
+        let kind = JobKind::Transactions { parts: job_parts, stages: encoded.stages };
+        Job { tail, upload, payload, reply_max, ..Job::new(0, 0, call, route(by_dma), kind) }
     }
 
     pub(super) fn read(target: u16, after: u64, read: ReadCall, by_dma: bool, answer_to: AnswerTo) -> Job {
         let ReadCall { cid, oid, offset, len, cover, dest } = read;
         let small = cover <= MAX_INLINE_READ;
-        let range = if small && by_dma { RangeUse::None } else { want(cover) };
+        let payload = if small && by_dma { PayloadState::Inline } else { want(cover) };
         let data = if small { cover } else { 0 };
         let reply_max = SMALL_REPLY + cover.div_ceil(MIN_BUFFER) * 4 + data;
         let call = StoreCall::Read { cid, oid, offset, len, place: PayloadPlace::Inline };
-        Job {
-            range,
-            reply_max,
-            is_read: true,
-            kind: AnswerUse::Read(dest),
-            ..Job::new(target, after, call, route(by_dma), Some(answer_to))
-        }
+        let kind = JobKind::Read { dest, answer_to };
+        Job { payload, reply_max, ..Job::new(target, after, call, route(by_dma), kind) }
     }
 
     /// Length of the payload, in bytes.
-    pub(super) fn upload_len(&self) -> usize {
+    fn upload_len(&self) -> usize {
         self.upload.iter().map(|(_, piece)| piece.len()).sum()
     }
 
@@ -351,73 +399,300 @@ impl Job {
         }
     }
 
-    /// The targets in whose lanes the job belongs.
-    pub(super) fn lanes(&self) -> impl Iterator<Item = u16> {
-        let of_read = self.is_read.then_some(self.target);
-        self.parts.iter().map(|part| part.target).chain(of_read)
+    pub(super) fn route(&self) -> Route {
+        self.route
     }
 
-    pub(super) fn is_transactions(&self) -> bool {
-        !self.parts.is_empty()
+    /// Pieces of the payload, each with its offset in the range or in the data section, in bytes.
+    pub(super) fn upload(&self) -> &[(usize, Bytes)] {
+        &self.upload
     }
 
-    /// Takes the receivers of the outcomes that are not known yet.
-    pub(super) fn take_answers(&mut self) -> impl Iterator<Item = AnswerTo> {
-        let of_parts = self.parts.iter_mut().filter_map(|part| part.answer_to.take());
-        self.answer_to.take().into_iter().chain(of_parts)
+    /// When the call was made.
+    pub(super) fn since(&self) -> Instant {
+        self.since
     }
 
-    /// Whether the job belongs in a lane.
-    pub(super) fn is_in_lane(&self) -> bool {
-        self.is_read || self.is_transactions()
-    }
-
-    /// Whether the job must not overtake requests that were lost with the rings.
-    pub(super) fn carries_data(&self) -> bool {
-        self.is_in_lane()
-            || self.writes_stage.is_some()
-            || matches!(self.call, StoreCall::StageStripes { .. })
-    }
-
-    /// Whether DMA carries or has carried any part of the payload.
-    pub(super) fn is_by_dma(&self) -> bool {
-        self.route == Route::Ring && !self.upload.is_empty() || self.arrived > 0
-    }
-
-    /// Whether the host or the accelerator computes the parity of the payload.
-    pub(super) fn is_coded_by_host(&self) -> bool {
-        matches!(&self.call, StoreCall::StageStripes { stripes, .. } if matches!(stripes.parity, ParityFrom::By(_)))
-    }
-
-    /// Whether the job is a query that no other call waits for. Transactions wait for a query of an
-    /// object.
-    pub(super) fn is_query(&self) -> bool {
-        self.answer_to.is_some()
-            && matches!(self.kind, AnswerUse::Plain | AnswerUse::Stage)
-            && !self.carries_data()
-            && !self.call.is_object_query()
-    }
-
-    /// Whether the payload is short enough to share a chain with its entry.
-    pub(super) fn is_short(&self) -> bool {
-        self.upload_len() <= SHORT
+    pub(super) fn clock(&self) -> Option<&Clock> {
+        self.clock.as_ref()
     }
 
     pub(super) fn reply_max(&self) -> usize {
         self.reply_max
     }
 
-    pub(super) fn wants_reply(&self) -> bool {
-        self.answer_to.is_some() || self.is_transactions() || matches!(self.kind, AnswerUse::Channel(_))
+    /// The targets in whose lanes the job belongs.
+    pub(super) fn lanes(&self) -> impl Iterator<Item = u16> {
+        let (parts, of_read): (&[JobPart], _) = match &self.kind {
+            JobKind::Transactions { parts, .. } => (parts, None),
+            JobKind::Read { .. } => (&[], Some(self.target)),
+            _ => (&[], None),
+        };
+        parts.iter().map(|part| part.target).chain(of_read)
     }
 
-    /// Sets the location of the payload in the call. The location is the range if DMA or the control
-    /// socket fills the range. `base` is the start of the data region, or `None` if there is no
-    /// region.
-    pub(super) fn place_payload(&mut self, base: Option<usize>) {
-        let range = match (base, self.range) {
-            (Some(base), RangeUse::Held(range)) => {
-                PayloadPlace::Range { offset: (base + range.offset) as u64, len: range.len as u64 }
+    /// The transactions of the job, if it consists of transactions.
+    pub(super) fn parts_mut(&mut self) -> &mut [JobPart] {
+        match &mut self.kind {
+            JobKind::Transactions { parts, .. } => parts,
+            _ => &mut [],
+        }
+    }
+
+    /// Stages whose writes must precede the job.
+    pub(super) fn named_stages(&self) -> &[StageId] {
+        match &self.kind {
+            JobKind::Transactions { stages, .. } => stages,
+            _ => &[],
+        }
+    }
+
+    /// The stage that the job writes to, if it is a stage write.
+    pub(super) fn written_stage(&self) -> Option<StageId> {
+        match self.kind {
+            JobKind::StageWrite { stage, .. } => Some(stage),
+            _ => None,
+        }
+    }
+
+    /// The call to the channel itself that the job makes, if it makes one.
+    pub(super) fn channel_kind(&self) -> Option<ChannelKind> {
+        match self.kind {
+            JobKind::Channel(kind) => Some(kind),
+            _ => None,
+        }
+    }
+
+    /// Takes the sender that reports that parity was computed.
+    pub(super) fn take_coded(&mut self) -> Option<Coded> {
+        match &mut self.kind {
+            JobKind::Stripes { coded, .. } => coded.take(),
+            _ => None,
+        }
+    }
+
+    /// Whether the job belongs in a lane.
+    pub(super) fn is_in_lane(&self) -> bool {
+        matches!(self.kind, JobKind::Transactions { .. } | JobKind::Read { .. })
+    }
+
+    /// Whether the job must not overtake requests that were lost with the rings.
+    pub(super) fn carries_data(&self) -> bool {
+        self.is_in_lane() || matches!(self.kind, JobKind::StageWrite { .. } | JobKind::Stripes { .. })
+    }
+
+    /// Whether the job is a query that no other call waits for. Transactions wait for a query of an
+    /// object.
+    pub(super) fn is_query(&self) -> bool {
+        matches!(self.kind, JobKind::Call { .. }) && !self.call.is_object_query()
+    }
+
+    pub(super) fn wants_reply(&self) -> bool {
+        !matches!(self.kind, JobKind::StageRelease)
+    }
+
+    /// Whether the host or the accelerator computes the parity of the payload.
+    fn is_coded_by_host(&self) -> bool {
+        matches!(&self.call, StoreCall::StageStripes { stripes, .. } if matches!(stripes.parity, ParityFrom::By(_)))
+    }
+
+    /// Whether DMA carries or has carried any part of the payload.
+    fn is_by_dma(&self) -> bool {
+        self.route == Route::Ring && !self.upload.is_empty() || self.arrived() > 0
+    }
+
+    /// Whether the payload is in place, or travels with the request.
+    pub(super) fn is_ready(&self) -> bool {
+        match self.payload {
+            PayloadState::Inline | PayloadState::InWindow(..) | PayloadState::Arrived { .. } => true,
+            PayloadState::WaitsForRange(_)
+            | PayloadState::WaitsForWindow(_)
+            | PayloadState::Uploading(..) => false,
+        }
+    }
+
+    /// Length of the range that the job waits for, in bytes.
+    pub(super) fn wanted_range(&self) -> Option<usize> {
+        match self.payload {
+            PayloadState::WaitsForRange(len) => Some(len),
+            _ => None,
+        }
+    }
+
+    /// The range that the job holds.
+    pub(super) fn range(&self) -> Option<&HeldRange> {
+        match &self.payload {
+            PayloadState::Inline | PayloadState::WaitsForRange(_) => None,
+            PayloadState::WaitsForWindow(range)
+            | PayloadState::Uploading(range, _)
+            | PayloadState::InWindow(range, _)
+            | PayloadState::Arrived { range, .. } => Some(range),
+        }
+    }
+
+    /// The range and its window if DMA must move the payload before the request.
+    pub(super) fn uploading(&self) -> Option<(&HeldRange, &OpenedWindow)> {
+        match &self.payload {
+            PayloadState::Uploading(range, window) => Some((range, window)),
+            _ => None,
+        }
+    }
+
+    /// The range and its window if DMA must move the payload together with the request.
+    pub(super) fn in_window(&self) -> Option<(&HeldRange, &OpenedWindow)> {
+        match &self.payload {
+            PayloadState::InWindow(range, window) => Some((range, window)),
+            _ => None,
+        }
+    }
+
+    /// Bytes of the payload that DMA has moved into the range, of those that it will move before
+    /// the request.
+    pub(super) fn arrived(&self) -> usize {
+        match self.payload {
+            PayloadState::Arrived { bytes, .. } => bytes,
+            _ => 0,
+        }
+    }
+
+    /// Whether the control socket fills the range before the request.
+    pub(super) fn is_put(&self) -> bool {
+        self.route == Route::Socket && self.range().is_some() && !matches!(self.kind, JobKind::Read { .. })
+    }
+
+    /// Gives the job its range. The job then waits for its window.
+    pub(super) fn grant(&mut self, range: HeldRange) {
+        let before = std::mem::replace(&mut self.payload, PayloadState::WaitsForWindow(range));
+        assert!(matches!(before, PayloadState::WaitsForRange(_)), "a job receives one range");
+    }
+
+    /// Continues without DMA a job that waits for its window.
+    pub(super) fn skip_window(&mut self) {
+        let PayloadState::WaitsForWindow(range) = self.take_payload() else {
+            panic!("the job does not wait for a window")
+        };
+        self.payload = PayloadState::Arrived { range, bytes: 0 };
+    }
+
+    /// Uses DMA for the payload of a job that waits for its window. A short payload travels with
+    /// the entry; the caller must upload a longer payload first.
+    pub(super) fn use_window(&mut self, window: OpenedWindow) {
+        assert_eq!(self.route, Route::Ring, "a job off the ring does not wait for a window");
+        let PayloadState::WaitsForWindow(range) = self.take_payload() else {
+            panic!("the job does not wait for a window")
+        };
+        self.payload = if self.upload_len() <= SHORT {
+            PayloadState::InWindow(range, window)
+        } else {
+            PayloadState::Uploading(range, window)
+        };
+    }
+
+    /// Records that DMA has moved `bytes` of the payload into the range, and moves no more of it.
+    pub(super) fn uploaded(&mut self, bytes: usize) {
+        let PayloadState::Uploading(range, _) = self.take_payload() else {
+            panic!("the job is not being uploaded")
+        };
+        let len = self.upload_len();
+        assert!(bytes <= len, "DMA moved {bytes} bytes of a payload of {len} bytes");
+        self.payload = PayloadState::Arrived { range, bytes };
+        if bytes < len {
+            self.route = Route::Socket;
+        }
+    }
+
+    /// Moves the job from the ring to the control socket. An upload in progress continues.
+    pub(super) fn leave_ring(&mut self) {
+        self.route = Route::Socket;
+        self.payload = match self.take_payload() {
+            PayloadState::InWindow(range, _) => PayloadState::Arrived { range, bytes: 0 },
+            payload => payload,
+        };
+    }
+
+    /// Whether DMA may have damaged the payload. `was_on_ring` says whether the ring carried the
+    /// request.
+    pub(super) fn is_exposed_to_dma(&self, was_on_ring: bool) -> bool {
+        self.range().is_some() && !self.upload.is_empty() && (was_on_ring || self.arrived() > 0)
+    }
+
+    /// Prepares to send the whole payload again over the control socket, because the host found it
+    /// damaged in its range.
+    pub(super) fn found_damaged(&mut self) {
+        self.leave_ring();
+        match &mut self.payload {
+            PayloadState::Arrived { bytes, .. } => *bytes = 0,
+            _ => panic!("the payload of the request is not in a range"),
+        }
+        self.check = PayloadCheck::FoundDamaged;
+    }
+
+    /// Decides whether the host must verify the payload, each time before the job is sent. The host
+    /// verifies the data of parity that it computes in any case. It asks for damaged data again
+    /// only if the request is suspect.
+    pub(super) fn choose_check(&mut self, verify: &mut Verify) {
+        if self.check == PayloadCheck::FoundDamaged {
+            return;
+        }
+        let is_suspect = match self.kind {
+            JobKind::StageWrite { .. } => verify.next(),
+            _ => !self.upload.is_empty() && (self.is_coded_by_host() || verify.next()),
+        };
+        self.check = if is_suspect { PayloadCheck::Suspect } else { PayloadCheck::Trusted };
+    }
+
+    /// Whether the host must verify the payload.
+    pub(super) fn is_suspect(&self) -> bool {
+        self.check != PayloadCheck::Trusted
+    }
+
+    /// Counts a stage write as posted, and as unsure if a transaction could overtake it. An unsure
+    /// write stays unsure when it is sent again. Returns the previous state.
+    pub(super) fn write_posted(&mut self, unsure: bool) -> WriteState {
+        let JobKind::StageWrite { state, .. } = &mut self.kind else {
+            panic!("only a stage write is counted in a stage")
+        };
+        let before = *state;
+        *state = if unsure || before == WriteState::Unsure { WriteState::Unsure } else { WriteState::Sure };
+        before
+    }
+
+    /// The header of the request. `id` is the job's id.
+    pub(super) fn header(&self, id: u64) -> EntryHeader {
+        // Payload that the control socket carries, or that was sent again, was damaged in this
+        // process, so sending it again is useless.
+        let refuses = match self.check {
+            PayloadCheck::Trusted => false,
+            PayloadCheck::Suspect => !self.is_by_dma(),
+            PayloadCheck::FoundDamaged => true,
+        };
+        EntryHeader {
+            after: self.after,
+            reply_max: self.reply_max as u32,
+            flags: if self.is_suspect() { VERIFY } else { 0 } | if refuses { REFUSE } else { 0 },
+            ..EntryHeader::new(
+                EntryKind::Request,
+                self.target,
+                if self.wants_reply() { id } else { NO_REPLY },
+            )
+        }
+    }
+
+    /// Encodes the control data of the request. `base` is the start of the data region, or `None`
+    /// if there is no region.
+    pub(super) fn encode(&mut self, base: Option<usize>) -> Vec<u8> {
+        self.place_payload(base);
+        let mut control = encode(&self.call);
+        control.extend_from_slice(&self.tail);
+        control
+    }
+
+    /// Sets the location of the payload in the call. The location is the range if DMA or the
+    /// control socket fills the range.
+    fn place_payload(&mut self, base: Option<usize>) {
+        let range = match (base, self.range()) {
+            (Some(base), Some(range)) => {
+                PayloadPlace::Range { offset: (base + range.offset()) as u64, len: range.len() as u64 }
             }
             _ => PayloadPlace::Inline,
         };
@@ -431,12 +706,123 @@ impl Job {
             _ => {}
         }
     }
+
+    /// Drops the payload after the request was sent, unless DMA has moved any part of it: the host
+    /// may find that part damaged, and the store channel then sends the payload again.
+    pub(super) fn drop_sent_payload(&mut self) {
+        if self.route == Route::Socket && self.arrived() == 0 {
+            self.upload.clear();
+        }
+    }
+
+    /// Takes apart an answered job, or a job of an ended incarnation.
+    pub(super) fn into_answered(self) -> AnsweredJob {
+        let (range, window) = match self.payload {
+            PayloadState::Inline | PayloadState::WaitsForRange(_) => (None, None),
+            PayloadState::Uploading(range, window) | PayloadState::InWindow(range, window) => {
+                (Some(range), Some(window))
+            }
+            PayloadState::WaitsForWindow(range) | PayloadState::Arrived { range, .. } => (Some(range), None),
+        };
+        let Job { target, kind, upload, clock, .. } = self;
+        AnsweredJob { target, kind, upload, range, window, clock }
+    }
+
+    fn take_payload(&mut self) -> PayloadState {
+        std::mem::replace(&mut self.payload, PayloadState::Inline)
+    }
 }
 
 fn route(by_dma: bool) -> Route {
     if by_dma { Route::Ring } else { Route::Socket }
 }
 
-fn want(len: usize) -> RangeUse {
-    if len == 0 { RangeUse::None } else { RangeUse::Wanted(len) }
+fn want(len: usize) -> PayloadState {
+    if len == 0 { PayloadState::Inline } else { PayloadState::WaitsForRange(len) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::store_channel::host_ranges::HostRanges;
+    use channel::{DmaRegion, OnDrop, RegionId};
+    use std::sync::Arc;
+    use tokio::sync::oneshot;
+
+    const LEN: usize = 1 << 20;
+
+    fn stage_write(len: usize) -> Job {
+        let payload = Payload::compute(0, Bytes::from(vec![1; len]));
+        Job::stage_write(0, StageId(1), 7, 0, payload, true, oneshot::channel().0)
+    }
+
+    fn granted(mut job: Job) -> Job {
+        let len = job.wanted_range().unwrap();
+        job.grant(HostRanges::new(LEN, LEN).take(len).unwrap());
+        job
+    }
+
+    fn window() -> OpenedWindow {
+        let region = Arc::new(DmaRegion::new(RegionId::NONE, LEN, OnDrop::new(|| ())));
+        OpenedWindow { region, origin: 0 }
+    }
+
+    #[test]
+    fn a_short_payload_travels_with_the_entry_and_a_long_payload_is_uploaded_first() {
+        let mut short = granted(stage_write(SHORT));
+        assert!(!short.is_ready(), "the window is not open");
+        short.use_window(window());
+        assert!(short.is_ready() && short.in_window().is_some());
+        let mut long = granted(stage_write(SHORT + 4096));
+        long.use_window(window());
+        assert!(!long.is_ready() && long.uploading().is_some());
+        long.uploaded(SHORT + 4096);
+        assert!(long.is_ready() && long.in_window().is_none());
+        assert_eq!(long.route(), Route::Ring);
+    }
+
+    #[test]
+    fn a_partial_upload_continues_over_the_socket() {
+        let mut job = granted(stage_write(SHORT + 4096));
+        job.use_window(window());
+        job.uploaded(4096);
+        assert_eq!((job.route(), job.arrived()), (Route::Socket, 4096));
+        assert!(job.is_put());
+        job.drop_sent_payload();
+        assert!(job.is_exposed_to_dma(false), "DMA may have damaged the first block");
+        job.found_damaged();
+        assert_eq!((job.arrived(), job.upload_len()), (0, SHORT + 4096));
+        assert_eq!(job.header(1).flags, VERIFY | REFUSE);
+    }
+
+    #[test]
+    fn a_job_that_leaves_the_ring_needs_no_window() {
+        let mut waiting = granted(stage_write(4096));
+        waiting.leave_ring();
+        waiting.skip_window();
+        let mut ready = granted(stage_write(4096));
+        ready.use_window(window());
+        ready.leave_ring();
+        for mut job in [waiting, ready] {
+            assert!(job.is_ready() && job.is_put() && job.in_window().is_none());
+            job.drop_sent_payload();
+            assert_eq!(job.upload_len(), 0, "the socket carries all of the payload");
+        }
+    }
+
+    #[test]
+    fn an_unsure_write_stays_unsure_when_it_is_sent_again() {
+        let mut job = stage_write(4096);
+        assert_eq!(job.write_posted(false), WriteState::Unposted);
+        assert_eq!(job.write_posted(true), WriteState::Sure);
+        assert_eq!(job.write_posted(false), WriteState::Unsure);
+        assert_eq!(job.write_posted(false), WriteState::Unsure);
+    }
+
+    #[test]
+    #[should_panic(expected = "a job receives one range")]
+    fn a_job_cannot_receive_a_second_range() {
+        let mut job = granted(stage_write(4096));
+        job.grant(HostRanges::new(LEN, LEN).take(4096).unwrap());
+    }
 }

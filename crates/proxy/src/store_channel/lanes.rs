@@ -6,7 +6,8 @@ use std::collections::VecDeque;
 ///
 /// A job with transactions of several targets is in several lanes, and leaves them together when it
 /// is the first in each. Every lane has its jobs in the order of their ids. Therefore, the job with
-/// the lowest id is the first in each of its lanes, and jobs never wait for one another in a circle.
+/// the lowest id is the first in each of its lanes, and jobs never wait for one another in a
+/// circle.
 pub(super) struct Lanes {
     lanes: Vec<Lane>,
 }

@@ -10,19 +10,27 @@
 //! jobs of a lane strictly in the order of the calls. A job with transactions of several targets is
 //! posted when it is the first in each of their lanes. Queries are sent over the control socket at
 //! once; the header of a query names the transaction that it follows, and the host holds the query
-//! back until it has that transaction. A query of an object has a number like a transaction, and the
-//! host holds later transactions back until it has the query. A write to a stage waits for no other
-//! call. A transaction that names the stage waits for the writes to that stage.
+//! back until it has that transaction. A query of an object has a number like a transaction, and
+//! the host holds later transactions back until it has the query. A write to a stage waits for no
+//! other call. A transaction that names the stage waits for the writes to that stage.
 //!
 //! Deadlock is impossible: the stage writes that a transaction needs wait for neither transactions
 //! nor queries, and the queries of objects that it needs are sent without a limit.
+//!
+//! **State.** [`State`] combines small types that own their fields: each is in the file with its name
+//! and asserts its invariants. A change of the state is a *turn* (module `turn`): an event queues
+//! jobs, and then the turn sends every job that is ready.
 
+mod call_table;
 mod channel_stages;
 mod control_output;
 mod dma;
 mod driver;
 mod fallback_bytes;
+mod fetched_read;
+mod host_ranges;
 mod job;
+mod job_queues;
 mod jobs;
 mod lanes;
 mod mode;
@@ -31,18 +39,14 @@ mod regions;
 mod replies;
 mod reply_side;
 mod ring_side;
+mod turn;
 mod verify;
 
-use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use base::buddy::Buddy;
-use base::clock::Instant;
-use base::collections::HashMap;
 use base::fault::Faults;
 use base::health::OffloadHealth;
-use base::mem::ArenaBuf;
 use base::pool::MIN_BUFFER;
 use bytes::Bytes;
 use channel::ofi::OfiOffer;
@@ -56,18 +60,19 @@ use uuid::Uuid;
 use crate::messages::{CallAnswer, ParityFrom, StoreCall, Stripes, TransactionPart, pack_checksums};
 use crate::transaction_codec::EncodedTransactions;
 
+use call_table::CallTable;
 use channel_stages::ChannelStages;
 use control_output::ControlOutput;
 use dma::Dma;
 pub(crate) use driver::ChannelDriver;
 use fallback_bytes::FallbackBytes;
+use host_ranges::HostRanges;
 use job::Job;
 pub(crate) use job::{AnswerUse, ReadCall};
+use job_queues::JobQueues;
 use lanes::Lanes;
 use mode::DmaState;
-use recover::Quarantine;
 use regions::Regions;
-use replies::Fetching;
 use reply_side::ReplySide;
 pub(crate) use ring_side::RingSide;
 use verify::Verify;
@@ -78,11 +83,6 @@ pub(crate) const MAX_JOBS: usize = 1 << 15;
 /// Maximum length of a range, in bytes. The checksums of a read of this length still fit into a
 /// reply on the ring.
 const MAX_RANGE: usize = 16 << 20;
-/// Maximum number of unanswered queries, except queries of objects. The host may hold a query back
-/// until a transaction arrives that has not been sent yet. The limit does not apply to queries of
-/// objects, so it never delays a call that the transaction needs.
-const MAX_QUERIES: usize = 256;
-
 /// Why a call failed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum CallError {
@@ -171,80 +171,35 @@ pub(crate) struct StoreChannel {
 }
 
 struct State {
+    /// Why the incarnation has ended.
     dead: Option<String>,
-    last_id: u64,
-    jobs: HashMap<u64, Job>,
-    pending: HashMap<u64, SentCall>,
+    /// Why the incarnation must end.
+    fatal: Option<String>,
+    calls: CallTable,
     lanes: Lanes,
     stages: ChannelStages,
-    /// Jobs that wait for a range of host memory, in arrival order.
-    range_queue: VecDeque<u64>,
-    /// Jobs that wait only for space in the rings.
-    ring_ready: VecDeque<u64>,
-    /// Jobs that the next `pump` sends over the control socket.
-    socket_ready: VecDeque<u64>,
-    /// Queries, except queries of objects, that were not sent yet. No other call waits for them.
-    queries: VecDeque<u64>,
-    queries_out: usize,
-    /// Free ranges of the host's data region. Without host memory, this allocator only limits the
-    /// bytes in flight.
-    ranges: Buddy,
+    queues: JobQueues,
+    ranges: HostRanges,
+    regions: Regions,
     ring: Option<RingSide>,
+    replies: ReplySide,
     output: ControlOutput,
     /// Transfers of payload by DMA.
     dma: Dma,
-    fetching: HashMap<u64, Fetching>,
-    regions: Regions,
-    mode: DmaState,
-    /// Jobs that carry data and wait until the host has reported which earlier requests were lost.
-    held: VecDeque<u64>,
-    quarantine: Quarantine,
-    health: Arc<OffloadHealth>,
-    faults: Faults,
+    fallback: FallbackBytes,
     verify: Verify,
-    /// Duration after which a transfer is overdue.
-    overdue: Duration,
+    mode: DmaState,
+    health: Arc<OffloadHealth>,
     probe_pattern: Vec<u8>,
     /// An offer of host memory that the engine must attach to.
     offer: Option<OfiOffer>,
+    faults: Faults,
+    /// Duration after which a transfer is overdue.
+    overdue: Duration,
     /// How long the driver keeps polling after the last event.
     poll: Duration,
     /// Whether the driver has a timer for overdue transfers and replies.
     watched: bool,
-    replies: ReplySide,
-    fallback: FallbackBytes,
-    /// Why the incarnation must end.
-    fatal: Option<String>,
-}
-
-/// A request that was sent and is not answered.
-struct SentCall {
-    job: Job,
-    /// End of the request's entry in the inbound ring, in bytes; 0 if the control socket carried
-    /// the request.
-    ring_end: u64,
-    sent: Instant,
-}
-
-/// A range of the host's data region.
-#[derive(Debug, Clone, Copy)]
-struct HeldRange {
-    /// Offset from the start of the region, in bytes.
-    offset: usize,
-    order: usize,
-    len: usize,
-}
-
-/// Where the data of a read is placed.
-enum ReadLanding {
-    /// Directly in the buffers that the caller receives.
-    Buffers(Vec<ArenaBuf>),
-    /// In the mirror of the read's range, because no other memory that DMA can reach was available.
-    /// The data is then copied to the caller's buffer, if there is one.
-    Mirror(Option<ArenaBuf>),
-    /// The control socket carries the data. The data is copied into the caller's buffer if there is
-    /// one. Otherwise, the caller receives the frame's own memory.
-    Socket(Option<ArenaBuf>),
 }
 
 /// Options of a store channel, mostly for DMA.
@@ -289,24 +244,15 @@ impl StoreChannel {
         let largest = 1 << largest.ilog2();
         let state = State {
             dead: None,
-            last_id: 0,
-            jobs: HashMap::default(),
-            pending: HashMap::default(),
+            calls: CallTable::default(),
             lanes: Lanes::new(targets),
             stages: ChannelStages::new(incarnation),
-            range_queue: VecDeque::new(),
-            ring_ready: VecDeque::new(),
-            socket_ready: VecDeque::new(),
-            queries: VecDeque::new(),
-            queries_out: 0,
-            ranges: Buddy::new(data_len, MIN_BUFFER, largest),
+            queues: JobQueues::default(),
+            ranges: HostRanges::new(data_len, largest),
             output: ControlOutput::default(),
             dma: Dma::default(),
-            fetching: HashMap::default(),
             regions: Regions::new(largest, data_len, options.region_cache),
             mode: if ring.is_some() { DmaState::Open } else { DmaState::Closed },
-            held: VecDeque::new(),
-            quarantine: Quarantine::default(),
             health,
             verify: Verify::new(options.verify_every),
             faults: options.faults.clone(),
@@ -327,8 +273,8 @@ impl StoreChannel {
         Arc::new(StoreChannel { state, driver, engine, max_range: largest, by_dma, incarnation })
     }
 
-    /// Maximum payload of one request, in bytes: the smaller of the engine's maximum transfer length
-    /// and the maximum length of a range.
+    /// Maximum payload of one request, in bytes: the smaller of the engine's maximum transfer
+    /// length and the maximum length of a range.
     pub(crate) fn max_segment(&self) -> usize {
         let max_transfer = self.engine.as_ref().map_or(2 << 20, |engine| engine.max_transfer());
         (max_transfer.min(self.max_range) / MIN_BUFFER * MIN_BUFFER).max(MIN_BUFFER)
@@ -346,33 +292,22 @@ impl StoreChannel {
     }
 
     /// Locks the state. The lock is hardly contended: callers and the driver hold it for about a
-    /// microsecond. No code panics under the lock while the state is half changed, so the state is
-    /// consistent even if the lock is poisoned.
+    /// microsecond. A failed assertion under the lock ends the role, so the state of a poisoned
+    /// lock only serves to end the incarnation.
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Releases the lock and wakes the driver if it has work: frames for the control socket, chains
-    /// to post, or transfers to watch.
-    fn unlock(&self, state: MutexGuard<'_, State>) {
-        let output = !state.output.is_empty() || state.ring.as_ref().is_some_and(RingSide::has_unposted);
-        let unwatched = !state.watched && state.has_work();
-        drop(state);
-        if output || unwatched {
-            self.driver.wake();
-        }
-    }
-
     /// Submits a call on the control socket.
-    pub(crate) fn call(&self, target: u16, call: StoreCall, kind: AnswerUse, answer_to: AnswerTo) {
-        let mut state = self.lock();
-        let Some(answer_to) = state.accept(answer_to) else { return };
-        let after = state.lanes.last_number(target);
-        if call.is_object_query() {
-            state.lanes.count_call(target);
-        }
-        state.submit(Job::on_socket(target, after, call, kind, answer_to));
-        self.unlock(state);
+    pub(crate) fn call(&self, target: u16, call: StoreCall, answer_use: AnswerUse, answer_to: AnswerTo) {
+        self.caller_turn(|state| {
+            let Some(answer_to) = state.accept(answer_to) else { return };
+            let after = state.lanes.last_number(target);
+            if call.is_object_query() {
+                state.lanes.count_call(target);
+            }
+            state.enqueue(Job::on_socket(target, after, call, answer_use, answer_to));
+        });
     }
 
     /// Sends one segment of data for a stage.
@@ -384,17 +319,18 @@ impl StoreChannel {
         payload: base::block::Payload,
         answer_to: AnswerTo,
     ) {
-        let mut state = self.lock();
-        let Some(answer_to) = state.accept(answer_to) else { return };
-        match state.stages.begin_write(stage) {
-            Ok(host_id) => {
-                let job = Job::stage_write(target, stage, host_id, offset, payload, self.by_dma, answer_to);
-                state.submit(job);
+        self.caller_turn(|state| {
+            let Some(answer_to) = state.accept(answer_to) else { return };
+            match state.stages.begin_write(stage) {
+                Ok(host_id) => {
+                    let by_dma = self.by_dma;
+                    let job = Job::stage_write(target, stage, host_id, offset, payload, by_dma, answer_to);
+                    state.enqueue(job);
+                }
+                // The caller may have been cancelled; ignore the error.
+                Err(e) => drop(answer_to.send(Err(e.into()))),
             }
-            // The caller may have been cancelled; ignore the error.
-            Err(e) => drop(answer_to.send(Err(e.into()))),
-        }
-        self.unlock(state);
+        });
     }
 
     /// Stages one piece of each of several fragments. `targets` maps the UUIDs in `write` to
@@ -406,53 +342,50 @@ impl StoreChannel {
         answer_to: AnswerTo,
         coded: Option<Coded>,
     ) {
-        let mut state = self.lock();
-        let Some(answer_to) = state.accept(answer_to) else { return };
-        match state.stripes(targets, write, self.max_range) {
-            Ok((stripes, fragments)) => {
-                state.submit(Job::stripes(stripes, fragments, self.by_dma, answer_to, coded));
+        self.caller_turn(|state| {
+            let Some(answer_to) = state.accept(answer_to) else { return };
+            match state.stripes(targets, write, self.max_range) {
+                Ok((stripes, fragments)) => {
+                    state.enqueue(Job::stripes(stripes, fragments, self.by_dma, answer_to, coded));
+                }
+                // The caller may have been cancelled; ignore the error.
+                Err(e) => drop(answer_to.send(Err(e.into()))),
             }
-            // The caller may have been cancelled; ignore the error.
-            Err(e) => drop(answer_to.send(Err(e.into()))),
-        }
-        self.unlock(state);
+        });
     }
 
     /// Releases a stage. The host sends no answer.
     pub(crate) fn stage_release(&self, target: u16, stage: StageId) {
-        let mut state = self.lock();
-        if let Some(host_id) = state.stages.release(stage) {
-            state.release_stage(target, host_id);
-        }
-        self.unlock(state);
+        self.caller_turn(|state| {
+            if let Some(host_id) = state.stages.release(stage) {
+                state.release_stage(target, host_id);
+            }
+        });
     }
 
     /// Queues transactions of different targets: assigns to each its number and its position in the
-    /// target's lane. One request carries all of them, unless it would hold more host memory until the
-    /// slowest target has answered.
+    /// target's lane. One request carries all of them, unless it would hold more host memory until
+    /// the slowest target has answered.
     pub(crate) fn transactions(&self, mut transactions: Vec<SubmittedTransaction>) {
-        let mut state = self.lock();
-        transactions.retain_mut(|one| one.is_current(self.incarnation));
-        state.submit_transactions(transactions, self.by_dma, self.max_range);
-        self.unlock(state);
+        self.caller_turn(|state| {
+            transactions.retain_mut(|one| one.is_current(self.incarnation));
+            state.enqueue_transactions(transactions, self.by_dma, self.max_range);
+        });
     }
 
     /// Submits a read. The blocks that cover the read bytes must fit in one range.
-    pub(crate) fn read(&self, target: u16, read: job::ReadCall, answer_to: AnswerTo) {
-        let mut state = self.lock();
-        let Some(answer_to) = state.accept(answer_to) else { return };
-        let after = state.lanes.last_number(target);
-        state.submit(Job::read(target, after, read, self.by_dma, answer_to));
-        self.unlock(state);
+    pub(crate) fn read(&self, target: u16, read: ReadCall, answer_to: AnswerTo) {
+        self.caller_turn(|state| {
+            let Some(answer_to) = state.accept(answer_to) else { return };
+            let after = state.lanes.last_number(target);
+            state.enqueue(Job::read(target, after, read, self.by_dma, answer_to));
+        });
     }
 
     /// Starts without DMA although host memory is present. The control socket carries all calls
     /// until a probe succeeds.
     pub(crate) fn begin_without_dma(&self, why: &str) {
-        let mut state = self.lock();
-        state.dma_failed(why);
-        state.pump();
-        self.unlock(state);
+        self.caller_turn(|state| state.dma_failed(why));
     }
 
     /// The store channel's current state.
@@ -460,7 +393,7 @@ impl StoreChannel {
         let state = self.lock();
         StoreChannelStatus {
             stages: state.stages.count(),
-            quarantined: state.quarantined(),
+            quarantined: state.ranges.quarantined(),
             kept_bytes: state.fallback.kept(),
             put_bytes: state.fallback.sent(),
         }
@@ -500,7 +433,7 @@ impl State {
         Ok((Stripes { parts, data, len, offset: write.offset, parity, checksums }, fragments))
     }
 
-    fn submit_transactions(
+    fn enqueue_transactions(
         &mut self,
         mut transactions: Vec<SubmittedTransaction>,
         by_dma: bool,
@@ -517,12 +450,12 @@ impl State {
             Ok((parts, encoded)) if parts.len() == 1 || job::may_join(&encoded) => {
                 parts.iter().for_each(|part| self.lanes.count_call(part.target));
                 let answers = transactions.into_iter().filter_map(|mut one| one.answer_to.take());
-                self.submit(Job::transactions(parts, encoded, by_dma, answers));
+                self.enqueue(Job::transactions(parts, encoded, by_dma, answers));
             }
             Err(why) if transactions.len() == 1 => transactions[0].fail(why),
             // Each transaction succeeds or fails on its own.
             _ => transactions.into_iter().for_each(|one| {
-                self.submit_transactions(vec![one], by_dma, max_range);
+                self.enqueue_transactions(vec![one], by_dma, max_range);
             }),
         }
     }

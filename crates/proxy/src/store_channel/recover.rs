@@ -30,10 +30,12 @@ use channel::ofi::OfiOffer;
 use channel::ring::CELL;
 use channel::{Bell, Chain, ChainCompletion, ChannelEntry, ChannelError, Joined, Transfer, URGENT};
 
+use super::call_table::SentCall;
 use super::job::{ChannelKind, Job, Route};
+use super::job_queues::JobQueue;
 use super::mode::{DmaState, ProbeStep};
 use super::reply_side::ReplySide;
-use super::{HeldRange, RingSide, State};
+use super::{RingSide, State};
 use crate::messages::{CallAnswer, CallOutcome, ChannelCall, decode};
 
 /// Length of a probe, in bytes.
@@ -47,17 +49,6 @@ const SOON: Duration = Duration::from_millis(50);
 const FENCE: u64 = u64::MAX - 8;
 /// Tag of the probe's transfers.
 const PROBE_TAG: u64 = u64::MAX - 1;
-
-/// Memory that transfers may still access.
-#[derive(Default)]
-pub(super) struct Quarantine {
-    /// Fences that are not complete.
-    fences: usize,
-    ranges: Vec<HeldRange>,
-    kept: Vec<Box<dyn Send>>,
-    /// Whether the engine was told to cancel its transfers.
-    reset: bool,
-}
 
 impl State {
     pub(super) fn is_open(&self) -> bool {
@@ -82,41 +73,34 @@ impl State {
         // failure.
         self.regions.forget();
         self.reroute();
-        self.submit(Job::of_channel(ChannelCall::Close { taken }, ChannelKind::Close));
+        self.enqueue(Job::of_channel(ChannelCall::Close { taken }, ChannelKind::Close));
     }
 
-    /// Quarantines the payload of requests on the ring, and posts fences.
+    /// Posts fences, and quarantines the payload of requests on the ring.
     fn quarantine_everything(&mut self) {
-        let keeps = !base::mutant!(ReuseQuarantinedBuffer);
-        for pending in self.pending.values().filter(|p| keeps && p.job.route == Route::Ring) {
-            let payload = pending.job.upload.clone();
-            self.quarantine.kept.push(Box::new((payload, pending.job.region.clone())));
-        }
         self.post_fences();
+        for call in self.calls.sent_calls().filter(|call| call.job().route() == Route::Ring) {
+            let window = call.job().in_window().map(|(_, window)| window.clone());
+            self.ranges.keep((call.job().upload().to_vec(), window));
+        }
     }
 
     fn post_fences(&mut self) {
         let Some(ring) = &mut self.ring else { return };
-        self.quarantine.reset = false;
-        for queue in 0..ring.engine().queues() {
-            self.quarantine.fences += 1;
+        let queues = ring.engine().queues();
+        self.ranges.add_fences(queues);
+        for queue in 0..queues {
             ring.post(queue, Chain { tag: Some(FENCE - queue as u64), ..Chain::default() });
         }
     }
 
     /// Moves all unsent jobs from the ring to the control socket.
     fn reroute(&mut self) {
-        for job in self.jobs.values_mut() {
-            job.route = Route::Socket;
-        }
-        let (ring, socket) = (std::mem::take(&mut self.ring_ready), std::mem::take(&mut self.socket_ready));
-        for id in ring.into_iter().chain(socket) {
-            let carries_data = self.jobs.get(&id).is_some_and(Job::carries_data);
-            let queue = if carries_data { &mut self.held } else { &mut self.socket_ready };
-            queue.push_back(id);
-        }
+        self.calls.jobs_mut().for_each(Job::leave_ring);
+        self.queues.leave_ring(|id| self.calls.job(id).carries_data());
         for id in self.regions.give_up() {
-            self.payload_ready(id);
+            self.calls.job_mut(id).skip_window();
+            self.job_ready(id);
         }
         self.give_up_waiting();
     }
@@ -125,36 +109,20 @@ impl State {
     /// of requests.
     fn closed(&mut self, taken: u64) {
         self.mode = DmaState::Closed;
-        let mut lost: Vec<u64> = Vec::new();
-        for (id, pending) in &mut self.pending {
-            if pending.job.route != Route::Ring {
-                continue;
-            }
-            pending.job.route = Route::Socket;
-            if pending.ring_end > taken {
-                lost.push(*id);
-            }
-        }
-        lost.sort_unstable();
-        metrics::counter!("outboard_proxy_lost_entries").increment(lost.len() as u64);
-        for id in &lost {
-            if let Some(pending) = self.pending.remove(id) {
-                self.jobs.insert(*id, pending.job);
-            }
-        }
+        let mut ids = self.calls.leave_ring(taken);
+        metrics::counter!("outboard_proxy_lost_entries").increment(ids.len() as u64);
         // A job without a lane is sent at once. Other jobs return to their lanes, and wait there
         // for the stage writes that they depend on. These writes may be sent again.
-        lost.extend(std::mem::take(&mut self.held));
-        let has_lane = |id: &u64| self.jobs.get(id).is_some_and(Job::is_in_lane);
-        let (mut in_lanes, at_once): (Vec<u64>, Vec<u64>) = lost.into_iter().partition(has_lane);
+        ids.extend(self.queues.take_held());
+        let has_lane = |id: &u64| self.calls.job(*id).is_in_lane();
+        let (mut in_lanes, at_once): (Vec<u64>, Vec<u64>) = ids.into_iter().partition(has_lane);
         in_lanes.sort_unstable();
         for id in in_lanes.into_iter().rev() {
-            let Some(job) = self.jobs.get(&id) else { continue };
-            self.lanes.push_front(id, job.lanes());
+            self.lanes.push_front(id, self.calls.job(id).lanes());
         }
         for id in at_once.into_iter().rev() {
             self.doubt(id);
-            self.socket_ready.push_front(id);
+            self.queues.push_front(JobQueue::Socket, id);
         }
     }
 
@@ -164,36 +132,11 @@ impl State {
         if !job.was_wrong_before() {
             self.dma_failed("payload was damaged during its transfer");
         }
-        (job.route, job.arrived, job.region, job.found_damaged) = (Route::Socket, 0, None, true);
-        self.jobs.insert(id, job);
+        job.found_damaged();
+        self.calls.put_back(id, job);
         self.doubt(id);
-        match self.mode {
-            DmaState::Closing { .. } => self.held.push_front(id),
-            _ => self.socket_ready.push_front(id),
-        }
-    }
-
-    /// Frees a range. If a transfer may still access the range, the range first stays in
-    /// quarantine.
-    pub(super) fn free_range(&mut self, range: Option<HeldRange>) {
-        let Some(range) = range else { return };
-        if self.quarantine.fences > 0 && !base::mutant!(ReuseQuarantinedBuffer) {
-            self.quarantine.ranges.push(range);
-        } else {
-            self.ranges.release(range.offset, range.order);
-        }
-    }
-
-    /// Keeps memory that a transfer may still access until the quarantine ends.
-    pub(super) fn keep(&mut self, memory: impl Send + 'static) {
-        if self.quarantine.fences > 0 && !base::mutant!(ReuseQuarantinedBuffer) {
-            self.quarantine.kept.push(Box::new(memory));
-        }
-    }
-
-    /// Bytes of host memory in quarantine.
-    pub(super) fn quarantined(&self) -> usize {
-        self.quarantine.ranges.iter().map(|range| range.len).sum()
+        let is_closing = matches!(self.mode, DmaState::Closing { .. });
+        self.queues.push_front(if is_closing { JobQueue::Held } else { JobQueue::Socket }, id);
     }
 
     /// Handles a completion that belongs to the recovery. Returns `false` for any other completion.
@@ -208,13 +151,7 @@ impl State {
         }
         // A fence that a reset has cancelled counts as well: after the reset, no earlier transfer
         // moves data.
-        self.quarantine.fences = self.quarantine.fences.saturating_sub(1);
-        if self.quarantine.fences == 0 {
-            for range in std::mem::take(&mut self.quarantine.ranges) {
-                self.ranges.release(range.offset, range.order);
-            }
-            self.quarantine.kept.clear();
-        }
+        self.ranges.fence_completed();
         true
     }
 
@@ -267,17 +204,17 @@ impl State {
         if self.replies.has_missed_bell(taken, self.overdue / 4, now) {
             return self.dma_failed("a doorbell did not reach the osd");
         }
-        let late = self.pending.values().any(|p| p.ring_end > 0 && p.sent < then);
+        let late = self.calls.sent_calls().any(|call| call.was_on_ring() && call.sent() < then);
         if late && self.replies.asks_positions(then, now) {
-            self.submit(Job::of_channel(ChannelCall::Positions, ChannelKind::Positions));
+            self.enqueue(Job::of_channel(ChannelCall::Positions, ChannelKind::Positions));
         }
     }
 
     /// Handles the host's report of its ring positions.
     fn positions(&mut self, taken: u64, head: u64) {
         let Some(asked) = self.replies.asked_positions() else { return };
-        let late = |p: &super::SentCall| p.ring_end > taken && p.sent + self.overdue < asked;
-        if self.pending.values().any(late) {
+        let is_late = |call: &SentCall| call.is_missing(taken) && call.sent() + self.overdue < asked;
+        if self.calls.sent_calls().any(is_late) {
             self.dma_failed("an entry or a doorbell did not reach the host");
         } else {
             // The doorbell for new replies may still be on the way.
@@ -286,10 +223,8 @@ impl State {
     }
 
     fn try_probe(&mut self, now: Instant) {
-        if self.quarantine.fences > 0 {
-            if !std::mem::replace(&mut self.quarantine.reset, true)
-                && let Some(ring) = &self.ring
-            {
+        if self.ranges.has_quarantine() {
+            if let Some(ring) = self.ring.as_ref().filter(|_| self.ranges.needs_reset()) {
                 tracing::warn!("transfers are still under way after the cool-down: the engine is reset");
                 metrics::counter!("outboard_channel_engine_resets").increment(1);
                 ring.engine().reset();
@@ -297,12 +232,12 @@ impl State {
             return;
         }
         // Wait while the host still works on requests from the rings.
-        if self.pending.values().any(|p| p.ring_end > 0) || !self.health.begin_probe(now) {
+        if self.calls.sent_calls().any(SentCall::was_on_ring) || !self.health.begin_probe(now) {
             return;
         }
         self.mode = DmaState::Probing { since: now, step: ProbeStep::Offering };
         if self.ring.as_ref().is_some_and(|ring| ring.engine().attaches_anew()) {
-            self.submit(Job::of_channel(ChannelCall::Offer, ChannelKind::Offer));
+            self.enqueue(Job::of_channel(ChannelCall::Offer, ChannelKind::Offer));
         } else {
             self.probe();
         }
@@ -351,7 +286,7 @@ impl State {
         let (inbound, pattern) =
             (ring.layout().inbound(), base::entropy::random::<[u8; 32]>().repeat(PROBE / 32));
         let inside = ring.arena().copy_in(inbound.offset, &pattern);
-        debug_assert!(inside, "the ring is inside its memory");
+        assert!(inside, "the ring is inside its memory");
         self.probe_pattern = pattern;
         let transfer = ring.rings_transfer(inbound.offset, PROBE, true);
         self.post_probe(transfer, true);
@@ -403,7 +338,7 @@ impl State {
 
     fn ask_for_echo(&mut self) {
         self.step(ProbeStep::Echo);
-        self.submit(Job::of_channel(ChannelCall::Probe { len: PROBE as u32 }, ChannelKind::Probe));
+        self.enqueue(Job::of_channel(ChannelCall::Probe { len: PROBE as u32 }, ChannelKind::Probe));
     }
 
     /// Handles the answer to the request to copy the probe. `rung` is 0 if the host has not
@@ -427,7 +362,7 @@ impl State {
             && self.replies.was_rung_in_probe()
         {
             self.step(ProbeStep::Opening);
-            self.submit(Job::of_channel(ChannelCall::Open, ChannelKind::Open));
+            self.enqueue(Job::of_channel(ChannelCall::Open, ChannelKind::Open));
         }
     }
 
@@ -447,7 +382,7 @@ impl State {
                 ring.start_over();
             }
             self.mode = DmaState::Closing { since: Instant::now() };
-            self.submit(Job::of_channel(ChannelCall::Close { taken: 0 }, ChannelKind::Close));
+            self.enqueue(Job::of_channel(ChannelCall::Close { taken: 0 }, ChannelKind::Close));
         }
     }
 
@@ -498,7 +433,7 @@ impl State {
         match ring.open_window(self.regions.range_of(window)) {
             Ok(opened) => {
                 for id in self.regions.opened(window, &opened.region) {
-                    self.use_region(id, opened.clone());
+                    self.use_window(id, opened.clone());
                 }
             }
             Err(e) => self.dma_failed(&e.to_string()),
@@ -512,11 +447,11 @@ const PUT: usize = 1 << 20;
 impl State {
     /// Sends the part of a job's payload that DMA has not moved yet, over the control socket into
     /// the job's range.
-    pub(super) fn put_rest(&mut self, job: &Job, range: HeldRange) {
-        let Some(ring) = &self.ring else { return };
+    pub(super) fn put_rest(&mut self, job: &Job) {
+        let (Some(ring), Some(range)) = (&self.ring, job.range()) else { return };
         let at = ring.range_offset(range);
-        let mut arrived = job.arrived;
-        for (offset, piece) in &job.upload {
+        let mut arrived = job.arrived();
+        for (offset, piece) in job.upload() {
             let skip = arrived.min(piece.len());
             arrived -= skip;
             self.fallback.keep(skip);

@@ -49,8 +49,8 @@ impl ReplySide {
         }
     }
 
-    /// Starts a fetch of all announced replies. Returns their length, in bytes; `None` if a fetch is
-    /// running or there are none.
+    /// Starts a fetch of all announced replies. Returns their length, in bytes; `None` if a fetch
+    /// is running or there are none.
     pub(super) fn begin_fetch(&mut self, now: Instant) -> Option<usize> {
         if self.fetch.is_some() || self.announced == 0 {
             return None;
@@ -75,8 +75,8 @@ impl ReplySide {
         self.announced + self.fetch.as_ref().map_or(0, |fetch| fetch.len)
     }
 
-    /// Decides whether to ask the host for its ring positions now. The host is not asked again if it
-    /// was asked since `then`.
+    /// Decides whether to ask the host for its ring positions now. The host is not asked again if
+    /// it was asked since `then`.
     pub(super) fn asks_positions(&mut self, then: Instant, now: Instant) -> bool {
         let asks = self.asked_positions.is_none_or(|asked| asked < then);
         if asks {
@@ -90,7 +90,8 @@ impl ReplySide {
         self.asked_positions
     }
 
-    /// Records that the host has put replies up to position `head`, which no doorbell has announced.
+    /// Records that the host has put replies up to position `head`, which no doorbell has
+    /// announced.
     pub(super) fn expect_bell(&mut self, head: u64, now: Instant) {
         self.unheard = Some(UnheardReplies { head, since: now });
     }

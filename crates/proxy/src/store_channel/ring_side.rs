@@ -13,8 +13,8 @@ use channel::{
     MemoryLayout, PeerId, QueueId, RegionId, RejectedChain, Transfer, URGENT,
 };
 
-use super::HeldRange;
-use super::job::{Job, RangeUse};
+use super::host_ranges::HeldRange;
+use super::job::Job;
 use super::regions::OpenedWindow;
 
 /// Length in bytes above which a chain is posted at once. Shorter chains may wait and be posted
@@ -114,7 +114,7 @@ impl RingSide {
     /// Whether one more request may be sent: the inbound ring has room, and the agreed limit of
     /// outstanding requests is not reached.
     pub(super) fn has_credit(&self) -> bool {
-        let used = (self.head - self.consumed) as usize;
+        let used = self.head.checked_sub(self.consumed).expect("the host takes only what was sent") as usize;
         self.outstanding < self.max_outstanding
             && used + ring::footprint(MAX_ENTRY) <= self.layout().inbound().len
     }
@@ -126,23 +126,21 @@ impl RingSide {
 
     /// Sends a request. A short payload travels with the request; a longer payload is already in
     /// its range. Returns the position in the ring at which the entry ends.
-    pub(super) fn send(&mut self, header: EntryHeader, control: &[u8], job: &Job, range: RangeUse) -> u64 {
+    pub(super) fn send(&mut self, header: EntryHeader, control: &[u8], job: &Job) -> u64 {
+        let reply_max = header.reply_max as usize;
+        assert!(self.has_credit() && self.has_room_for_reply(reply_max), "the rings have no room");
         let mut chain = Chain::default();
-        let inline: &[(usize, Bytes)] = match (range, &job.region) {
-            (RangeUse::Held(range), Some(opened)) if job.arrived == 0 => {
-                chain.transfers = self.upload_transfers(&job.upload, range, opened);
-                &[]
-            }
-            (RangeUse::Held(_), _) => &[],
-            _ => &job.upload,
-        };
+        if let Some((range, window)) = job.in_window() {
+            chain.transfers = self.upload_transfers(job.upload(), range, window);
+        }
+        let inline = if job.range().is_none() { job.upload() } else { &[] };
         let data_len: usize = inline.iter().map(|(_, piece)| piece.len()).sum();
         let header =
             EntryHeader { data_len: data_len as u32, position: self.head, consumed: self.taken, ..header };
         let data: Vec<&[u8]> = inline.iter().map(|(_, piece)| &piece[..]).collect();
         let sealed = header.seal_whole(control, &data);
         let total = sealed.len() + data_len;
-        debug_assert!(total <= MAX_ENTRY, "an entry of {total} bytes exceeds the limit");
+        assert!(total <= MAX_ENTRY, "an entry of {total} bytes exceeds the limit");
         let parts: Vec<&[u8]> = std::iter::once(&sealed[..]).chain(data).collect();
         let inbound = self.layout().inbound();
         inbound.write(self.memory.arena(), self.head, &parts);
@@ -152,7 +150,7 @@ impl RingSide {
         let cells = ring::footprint(total);
         self.head += cells as u64;
         self.outstanding += 1;
-        self.reserved += ring::footprint(header.reply_max as usize);
+        self.reserved += ring::footprint(reply_max);
         chain.ring = self.peer().map(|peer| (peer, cells as u64));
         self.post(URGENT, chain);
         self.head
@@ -164,7 +162,7 @@ impl RingSide {
     pub(super) fn source_of(&self, host_offset: usize, piece: &Bytes) -> usize {
         self.memory.offset_of(piece).unwrap_or_else(|| {
             let inside = self.memory.arena().copy_in(host_offset, piece);
-            debug_assert!(inside, "the range is inside the mirror");
+            assert!(inside, "the range is inside the mirror");
             self.copied.increment(piece.len() as u64);
             host_offset
         })
@@ -182,7 +180,7 @@ impl RingSide {
     pub(super) fn upload_transfers(
         &self,
         upload: &[(usize, Bytes)],
-        range: HeldRange,
+        range: &HeldRange,
         opened: &OpenedWindow,
     ) -> Vec<Transfer> {
         let mut transfers = Vec::new();
@@ -355,13 +353,14 @@ impl RingSide {
     /// Frees the credit and the outbox space that a request had reserved, after its reply was
     /// taken.
     pub(super) fn answered(&mut self, reply_max: usize) {
-        self.outstanding -= 1;
-        self.reserved -= ring::footprint(reply_max);
+        self.outstanding = self.outstanding.checked_sub(1).expect("an answered request was sent");
+        let reserved = self.reserved.checked_sub(ring::footprint(reply_max));
+        self.reserved = reserved.expect("a request reserves the space of its reply");
     }
 
     /// Offset of a range in host memory, in bytes. It is the same in the mirror.
-    pub(super) fn range_offset(&self, range: HeldRange) -> usize {
-        self.layout().data_offset() + range.offset
+    pub(super) fn range_offset(&self, range: &HeldRange) -> usize {
+        self.layout().data_offset() + range.offset()
     }
 }
 
@@ -375,20 +374,25 @@ fn segments(src: DmaAddress, dst: DmaAddress, len: usize, most: usize) -> impl I
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
     use base::mem::OutsideAccess;
     use channel::{EntryKind, MemoryOptions, ShmEngine, ShmOptions};
 
-    #[test]
-    fn a_reply_with_an_impossible_count_of_taken_bytes_is_refused() {
+    /// Rings without a host, and a data region of 1 MiB.
+    pub(in crate::store_channel) fn ring_without_host() -> RingSide {
         let layout = MemoryLayout { ring_len: 64 << 10, data_len: 1 << 20 };
         let memory = DpuMemory::new(MemoryOptions { layout, pool_len: 64 << 10, largest_buffer: 64 << 10 });
         let memory = memory.unwrap();
         let engine: Arc<dyn DmaEngine> = ShmEngine::start(ShmOptions::default()).unwrap();
         let rings = Arena::shared("rings", layout.len()).unwrap();
         let local = engine.register_local(&OutsideAccess::of_copied(&rings).unwrap()).unwrap();
-        let mut ring = RingSide::new(memory, engine, local.id(), 8, 1);
+        RingSide::new(memory, engine, local.id(), 8, 1)
+    }
+
+    #[test]
+    fn a_reply_with_an_impossible_count_of_taken_bytes_is_refused() {
+        let mut ring = ring_without_host();
         let reply =
             |consumed| EntryHeader { consumed, ..EntryHeader::new(EntryKind::Reply, 0, 1) }.seal(b"answer");
         let put = |ring: &RingSide, bytes: &[u8]| ring.layout().outbox().write(ring.arena(), 0, &[bytes]);
