@@ -124,12 +124,16 @@ async fn serve(shard: u16, desk: Desk, connection: Arc<dyn Connection>, mut inco
         };
         let opened = {
             let mut policy = desk.policy.lock().unwrap();
-            if presented.is_some() && presented == policy.refused {
-                Err(NodeError::SessionRefused { session: presented.unwrap(), why: "test".into() })
-            } else {
-                policy.sessions += u32::from(presented.is_none());
-                let session = presented.unwrap_or(session(policy.sessions));
-                Ok(ReplyBody::Opened { version: wire::VERSION, session, shard, shards: policy.ports.clone() })
+            match presented {
+                Some(session) if policy.refused == Some(session) => {
+                    Err(NodeError::SessionRefused { session, why: "test".into() })
+                }
+                _ => {
+                    policy.sessions += u32::from(presented.is_none());
+                    let session = presented.unwrap_or(session(policy.sessions));
+                    let (version, shards) = (wire::VERSION, policy.ports.clone());
+                    Ok(ReplyBody::Opened { version, session, shard, shards })
+                }
             }
         };
         request.answer(opened).await;

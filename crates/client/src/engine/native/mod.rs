@@ -1,7 +1,7 @@
 //! The native engine: a session with an Outboard node.
 //!
-//! `session` maintains the session across lost connections and restarts of the node. `pending`
-//! defines the entries of the session's table of unanswered requests. `routes` decides to which
+//! `session` maintains the session across lost connections and restarts of the node. `table` is the
+//! session's table of unanswered requests, and `pending` its entries. `routes` decides to which
 //! shard of the node a request belongs. `links` has one connection per shard, each of which a
 //! `link_task` opens and serves; `opening` connects. `call` makes the attempts of one request.
 //! `chunks` provides the memory that a read offers to the node, and `offered` the data that a
@@ -16,6 +16,7 @@ mod opening;
 mod pending;
 mod routes;
 mod session;
+mod table;
 
 use std::sync::Arc;
 

@@ -14,15 +14,13 @@
 //! first shard's link tells the node that the session has ended, so that the node can discard the
 //! session's results.
 
-use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use base::watch;
-use messenger::{Connection, Message, MessengerError, NetworkStack};
+use messenger::{BulkRegion, Connection, Message, MessengerError, NetworkStack};
 use tokio::sync::{Notify, oneshot};
 use tokio::time::Instant;
-use wire::limits::REQUEST_WINDOW;
 use wire::{ObjectName, PartId, Reply, RequestBody, RequestHead, SessionId, UploadId};
 
 use super::link_task::{LinkEnds, LinkTask, RECONNECT_PAUSE, RECONNECT_PAUSE_MAX};
@@ -30,6 +28,7 @@ use super::links::{Links, ReadyConnection};
 use super::opening::{OpenedConnection, ShardHello, dial};
 use super::pending::{Answered, PendingRequest};
 use super::routes::Routes;
+use super::table::RequestTable;
 use crate::{Error, Options, Result};
 
 /// Time limit for telling the node that a session has ended. If the message cannot be sent, the
@@ -63,9 +62,8 @@ enum SessionState {
 struct State {
     /// `None` after the node has refused the session, until a link has opened a new one.
     session: Option<SessionId>,
-    next_seq: u64,
     next_upload: u64,
-    pending: BTreeMap<u64, PendingRequest>,
+    table: RequestTable,
     routes: Routes,
     links: Links,
     closed: bool,
@@ -120,7 +118,14 @@ impl ClientSession {
         let OpenedConnection { connection, incoming, opened } =
             connect_while_busy(&*stack, endpoint, &options).await?;
         let routes = Routes::new(endpoint, opened.shard, opened.ports)?;
-        let mut state = State::new(opened.session, routes, Links::new(connection.limits()));
+        let mut state = State {
+            session: Some(opened.session),
+            next_upload: 1,
+            table: RequestTable::new(),
+            routes,
+            links: Links::new(connection.limits()),
+            closed: false,
+        };
         let shards = state.links.add_missing(state.routes.shards());
         let number = state.links.attach(opened.shard, Arc::clone(&connection));
         let signals: Vec<(u16, Arc<Notify>)> =
@@ -207,7 +212,7 @@ impl Shared {
         let pending = {
             let mut state = self.lock();
             state.closed = true;
-            std::mem::take(&mut state.pending)
+            state.table.take_all()
         };
         drop(pending);
         self.room.notify_waiters();
@@ -230,7 +235,7 @@ impl Shared {
     pub(super) async fn end_link(&self, shard: u16) {
         let (connection, seq) = {
             let mut state = self.lock();
-            (state.links.take(shard), state.next_seq)
+            (state.links.take(shard), state.table.next_seq())
         };
         let Some(connection) = connection else { return };
         let head = RequestHead { seq, acked_through: seq - 1, retry: false, deadline_ms: 0 };
@@ -258,11 +263,8 @@ impl Shared {
                 if state.closed {
                     return Err(Error::Closed);
                 }
-                if state.next_seq - state.oldest() < REQUEST_WINDOW {
-                    let seq = state.next_seq;
-                    state.next_seq += 1;
-                    state.pending.insert(seq, pending);
-                    return Ok(seq);
+                if state.table.has_room() {
+                    return Ok(state.table.add(pending));
                 }
             }
             room.await;
@@ -275,15 +277,15 @@ impl Shared {
         let (connection, message, repeats_change) = {
             let mut guard = self.lock();
             let state = &mut *guard;
-            let Some(pending) = state.pending.get_mut(&seq) else { return Err(Error::Closed) };
+            let Some(pending) = state.table.get_mut(seq) else { return Err(Error::Closed) };
             pending.begin(done, &state.routes)?;
             let shard = pending.shard();
             let Some(ReadyConnection { connection, number }) = state.links.ready(shard) else {
                 state.links.wake(shard);
                 return Ok(());
             };
-            let message = state.message(seq, &connection, number);
-            let repeats_change = state.pending.get(&seq).is_some_and(PendingRequest::repeats_change);
+            let message = state.table.message(seq, &connection, number);
+            let repeats_change = state.table.get_mut(seq).is_some_and(|pending| pending.repeats_change());
             (connection, message, repeats_change)
         };
         let sent = match message {
@@ -298,13 +300,13 @@ impl Shared {
             Err(e) => e,
         };
         // No link may send the request after this call has failed.
-        self.lock().pending.get_mut(&seq).map(PendingRequest::end_attempt);
+        self.lock().table.get_mut(seq).map(PendingRequest::end_attempt);
         Err(failed)
     }
 
     /// Removes a request from the table.
     pub(crate) fn forget(&self, seq: u64) {
-        let pending = self.lock().pending.remove(&seq);
+        let pending = self.lock().table.remove(seq);
         self.room.notify_waiters();
         drop(pending);
     }
@@ -317,16 +319,15 @@ impl Shared {
             return NextSend::Detached;
         }
         loop {
-            let next = state.pending.iter().find(|(_, pending)| pending.is_unsent(shard));
-            let Some(seq) = next.map(|(seq, _)| *seq) else {
+            let Some(seq) = state.table.first_unsent(shard) else {
                 state.links.set_ready(shard);
                 return NextSend::Nothing;
             };
-            match state.message(seq, connection, number) {
+            match state.table.message(seq, connection, number) {
                 Ok(message) => return NextSend::Message(seq, message),
                 Err(Error::Network(MessengerError::ConnectionLost(_))) => return NextSend::Lost,
                 Err(e) => {
-                    if let Some(pending) = state.pending.get_mut(&seq) {
+                    if let Some(pending) = state.table.get_mut(seq) {
                         pending.fail(e, false);
                     }
                 }
@@ -336,10 +337,7 @@ impl Shared {
 
     /// Fails a request whose message the connection does not accept.
     pub(super) fn fail_sending(&self, seq: u64, e: Error) {
-        if let Some(pending) = self.lock().pending.get_mut(&seq) {
-            let is_unknown = pending.repeats_change();
-            pending.fail(e, is_unknown);
-        }
+        self.lock().table.fail(seq, e);
     }
 
     /// Passes an answer of a shard to the caller that waits for it, or passes a request that
@@ -360,10 +358,10 @@ impl Shared {
         if let Err(wire::Error::WrongShard { groups, shards }) = reply.result {
             let region = state.reroute(reply.seq, (shard, number), groups, shards);
             drop(state);
-            region.into_iter().for_each(messenger::BulkRegion::finish);
+            region.into_iter().for_each(BulkRegion::finish);
             return true;
         }
-        let Some(pending) = state.pending.get_mut(&reply.seq) else { return true };
+        let Some(pending) = state.table.get_mut(reply.seq) else { return true };
         if !pending.is_in_flight_on(number) {
             return true;
         }
@@ -371,11 +369,9 @@ impl Shared {
         drop(state);
         // The node no longer needs the offered memory. The offer is closed without the lock, so
         // that other callers do not wait.
-        if let Some(region) = region {
-            region.finish();
-        }
+        region.into_iter().for_each(BulkRegion::finish);
         let mut state = self.lock();
-        let Some(pending) = state.pending.get_mut(&reply.seq) else { return true };
+        let Some(pending) = state.table.get_mut(reply.seq) else { return true };
         let outcome = match reply.result {
             Ok(body) => pending.collect(body, message.payload),
             Err(e) => Err(pending.refused(e)),
@@ -429,9 +425,11 @@ impl Shared {
             }
             state.restart_links();
         }
-        // The shards may listen at other ports than before. The list of ports is known now.
-        let is_right = opened.shard == shard;
-        Ok(is_right.then(|| state.links.attach(shard, Arc::clone(connection))))
+        if opened.shard != shard {
+            tracing::debug!(endpoint, shard, found = opened.shard, "another shard has answered");
+            return Ok(None);
+        }
+        Ok(Some(state.links.attach(shard, Arc::clone(connection))))
     }
 
     /// Returns the endpoint of a shard; `None` if the osd does not have the shard.
@@ -444,7 +442,7 @@ impl Shared {
     pub(super) fn lost(&self, shard: u16, number: u64) {
         let mut state = self.lock();
         if state.links.detach(shard, number) {
-            state.requeue(|pending| pending.is_in_flight_on(number));
+            state.requeue_from(number);
         }
     }
 
@@ -474,12 +472,12 @@ impl Shared {
             if state.session == presented {
                 tracing::warn!(shard, error = %e, "the node refuses the session; opening a new one");
                 state.session = None;
-                state.pending.values_mut().for_each(|pending| pending.leave_session(e));
+                state.table.leave_session(e);
                 state.restart_links();
             }
         } else {
             tracing::warn!(shard, error = %e, "the node refuses this client");
-            state.fail_unsent(shard, e);
+            state.table.fail_unsent(shard, e);
         }
     }
 }
@@ -511,41 +509,22 @@ fn is_passing(e: &wire::Error) -> bool {
 }
 
 impl State {
-    fn new(session: SessionId, routes: Routes, links: Links) -> State {
-        State {
-            session: Some(session),
-            next_seq: 1,
-            next_upload: 1,
-            pending: BTreeMap::new(),
-            routes,
-            links,
-            closed: false,
-        }
-    }
-
-    /// Returns the number of the oldest request in the table, or the next number if the table is
-    /// empty.
-    fn oldest(&self) -> u64 {
-        self.pending.first_key_value().map_or(self.next_seq, |(seq, _)| *seq)
-    }
-
-    /// Marks the chosen requests as not sent, and wakes the links.
-    fn requeue(&mut self, choose: impl Fn(&PendingRequest) -> bool) {
-        for pending in self.pending.values_mut().filter(|pending| choose(pending)) {
-            pending.requeue(&self.routes);
-        }
+    /// Marks the requests that are in flight on a lost connection as not sent, and wakes the links
+    /// that can send them.
+    fn requeue_from(&mut self, number: u64) {
+        self.table.requeue_from(number, &self.routes);
         self.links.wake(None);
     }
 
     /// Removes all connections. The links connect again, in the current session and to the current
-    /// endpoints.
+    /// endpoints, and send all unanswered requests.
     fn restart_links(&mut self) {
         self.links.detach_all();
-        self.requeue(|_| true);
+        self.table.requeue_all(&self.routes);
     }
 
     fn is_needed(&self, shard: u16) -> bool {
-        self.links.is_asked(shard) || self.pending.values().any(|pending| pending.may_need(shard))
+        self.links.is_asked(shard) || self.table.needs(shard)
     }
 
     /// Passes a request to another link, after a shard has refused the request as one of another
@@ -556,11 +535,8 @@ impl State {
         (shard, number): (u16, u64),
         groups: u32,
         shards: u16,
-    ) -> Option<messenger::BulkRegion> {
-        let pending = self.pending.get_mut(&seq)?;
-        if !pending.is_in_flight_on(number) {
-            return None;
-        }
+    ) -> Option<BulkRegion> {
+        let pending = self.table.get_mut(seq).filter(|pending| pending.is_in_flight_on(number))?;
         match pending.reroute(&mut self.routes, shard, groups, shards) {
             Ok(region) => {
                 self.links.wake(pending.shard());
@@ -568,129 +544,13 @@ impl State {
             }
             Err(e) => {
                 tracing::warn!(shard, error = %e, "the node refuses a request in a wrong way");
-                let is_unknown = pending.repeats_change();
-                pending.fail(e, is_unknown);
+                self.table.fail(seq, e);
                 None
             }
         }
-    }
-
-    /// Fails the requests that wait for a link, because its shard refuses this client. Keeps the
-    /// session, because the node may accept it later.
-    fn fail_unsent(&mut self, shard: u16, e: &wire::Error) {
-        for pending in self.pending.values_mut().filter(|pending| pending.is_unsent(shard)) {
-            let is_unknown = pending.is_bound_to_session();
-            pending.fail(e.clone().into(), is_unknown);
-        }
-    }
-
-    /// Encodes a request as a message for a connection. If a change was sent before and cannot be
-    /// sent again, the error says that the outcome is unknown.
-    fn message(&mut self, seq: u64, connection: &Arc<dyn Connection>, number: u64) -> Result<Message> {
-        let acked_through = self.oldest() - 1;
-        let Some(pending) = self.pending.get_mut(&seq) else { return Err(Error::Closed) };
-        pending.message(seq, acked_through, connection, number).map_err(|e| match e {
-            Error::Network(MessengerError::ConnectionLost(_)) => e,
-            e if pending.is_bound_to_session() => e.of_unknown_outcome(),
-            e => e,
-        })
     }
 }
 
 pub(super) fn decode(message: &Message) -> Result<Reply> {
     wire::decode_reply(&message.header).map_err(|e| Error::Protocol(e.to_string()))
-}
-
-#[cfg(test)]
-mod tests {
-    use base::BoxFuture;
-    use base::block::Payload;
-    use base::mem::ArenaBuf;
-    use messenger::{BulkRegion, BulkSink, BulkSource, Limits, PeerInfo, Pulled};
-    use wire::{BulkDescriptor, Data, ObjectRequest};
-
-    use super::super::chunks::BlockWindow;
-    use super::super::pending::Bulk;
-    use super::*;
-
-    const LIMITS: Limits = Limits {
-        max_header: 1 << 10,
-        max_inline: 1 << 10,
-        max_bulk: 1 << 10,
-        eager: 1 << 10,
-        one_sided: false,
-    };
-
-    /// A connection that refuses all offers of memory.
-    struct Refusing;
-
-    impl Connection for Refusing {
-        fn peer(&self) -> &PeerInfo {
-            unreachable!("not asked for")
-        }
-        fn limits(&self) -> Limits {
-            unreachable!("not asked for")
-        }
-        fn send(&self, _: Message) -> BoxFuture<'_, messenger::Result<()>> {
-            unreachable!("nothing is sent")
-        }
-        fn offer_source(&self, _: Arc<dyn BulkSource>) -> messenger::Result<BulkRegion> {
-            Err(MessengerError::BulkRefused("test".into()))
-        }
-        fn offer_sink(&self, _: Arc<dyn BulkSink>, _: u16) -> messenger::Result<BulkRegion> {
-            Err(MessengerError::BulkRefused("test".into()))
-        }
-        fn bulk_read<'a>(
-            &'a self,
-            _: &'a BulkDescriptor,
-            _: u64,
-            _: ArenaBuf,
-            _: Duration,
-        ) -> BoxFuture<'a, messenger::Result<Pulled>> {
-            unreachable!("a client does not pull")
-        }
-        fn bulk_write<'a>(
-            &'a self,
-            _: &'a BulkDescriptor,
-            _: u64,
-            _: Payload,
-            _: Duration,
-        ) -> BoxFuture<'a, messenger::Result<()>> {
-            unreachable!("a client does not push")
-        }
-        fn close(&self) -> BoxFuture<'_, ()> {
-            unreachable!("the test closes no connection")
-        }
-    }
-
-    #[test]
-    fn a_change_has_an_unknown_outcome_if_it_was_sent_and_cannot_be_resent() {
-        let body = RequestBody::Object(ObjectRequest::Mutate(wire::Mutate {
-            name: wire::WireName {
-                pool: "pool".into(),
-                namespace: bytes::Bytes::new(),
-                object: bytes::Bytes::from_static(b"object"),
-            },
-            part: None,
-            conditions: vec![],
-            ops: vec![],
-            data: Data::None,
-        }));
-        let refusing: Arc<dyn Connection> = Arc::new(Refusing);
-        for (was_sent, unknown) in [(false, false), (true, true)] {
-            let mut pending = PendingRequest::new(
-                body.clone(),
-                Bulk::Read { window: BlockWindow::new(0, 1, None), pushed: true },
-                Instant::now(),
-            );
-            pending.was_sent = was_sent;
-            let session = SessionId::new(SessionId::FIRST_GENERATION, 1, 1);
-            let routes = Routes::new("node:1", 0, vec![1]).unwrap();
-            let mut state = State::new(session, routes, Links::new(LIMITS));
-            state.pending.insert(1, pending);
-            let Err(error) = state.message(1, &refusing, 2) else { panic!("nothing can be offered") };
-            assert_eq!(error.may_have_taken_effect(), unknown, "{error}");
-            assert!(error.to_string().contains("bulk transfer refused"), "{error}");
-        }
-    }
 }
