@@ -30,6 +30,9 @@ pub(super) const RECONNECT_PAUSE_MAX: Duration = Duration::from_millis(500);
 /// The pause is shorter than the time for which nodes keep the uploads of disconnected clients.
 const IDLE_RECONNECT_PAUSE: Duration = Duration::from_secs(60);
 
+/// Time after which a link that cannot connect asks the other links for help.
+const HELP_DELAY: Duration = Duration::from_millis(250);
+
 /// Why a link has no longer its connection.
 enum LinkLoss {
     /// The connection was lost.
@@ -168,6 +171,7 @@ impl LinkTask {
                 biased;
                 () = self.endpoint_changed(&endpoint) => None,
                 attempt = self.connect(&endpoint) => Some(attempt),
+                never = self.ask_for_help() => match never {},
             };
             match attempt {
                 Some(Ok(Some(ends))) => return ends,
@@ -195,6 +199,15 @@ impl LinkTask {
     async fn endpoint_changed(&self, endpoint: &str) {
         while self.shared().endpoint(self.shard).as_deref() == Some(endpoint) {
             self.wake.notified().await;
+        }
+    }
+
+    /// Asks the other links to connect too if requests wait for this link and it takes long to
+    /// connect. The osd may have been restarted with other ports, and each shard knows all ports.
+    async fn ask_for_help(&self) -> Infallible {
+        loop {
+            tokio::time::sleep(HELP_DELAY).await;
+            self.shared().ask_other_links(self.shard);
         }
     }
 

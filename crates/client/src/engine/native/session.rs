@@ -451,8 +451,7 @@ impl Shared {
         self.lock().is_needed(shard)
     }
 
-    /// Asks the other links to connect too, because requests wait for a link that cannot connect.
-    /// The osd may have been restarted with other shards, and each shard knows all of them.
+    /// Asks the other links to connect too, if requests wait for a link that cannot connect.
     pub(super) fn ask_other_links(&self, shard: u16) {
         let mut state = self.lock();
         if state.is_needed(shard) {
