@@ -42,6 +42,26 @@ pub struct PathName {
 impl StackChoice {
     /// The choice of TCP without any path.
     pub const TCP: StackChoice = StackChoice::Paths(Vec::new());
+
+    /// Returns the choice of a further listener of the same server: the ports of the addresses of
+    /// paths are greater by `offset`. Port 0, which lets the system choose, stays 0, and so does an
+    /// address without a valid port.
+    #[must_use]
+    pub fn with_port_offset(&self, offset: u16) -> StackChoice {
+        let shifted = |address: &String| {
+            let (host, port) = address.rsplit_once(':')?;
+            let port: u16 = port.parse().ok().filter(|port| *port != 0)?;
+            Some(format!("{host}:{}", port.checked_add(offset)?))
+        };
+        let path = |path: &PathName| PathName {
+            provider: path.provider.clone(),
+            address: path.address.as_ref().map(|address| shifted(address).unwrap_or_else(|| address.clone())),
+        };
+        match self {
+            StackChoice::Auto => StackChoice::Auto,
+            StackChoice::Paths(paths) => StackChoice::Paths(paths.iter().map(path).collect()),
+        }
+    }
 }
 
 /// Error: the text names no stack.
@@ -181,6 +201,13 @@ pub enum UseAs {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn further_listeners_use_greater_ports() {
+        let choice: StackChoice = "ofi:verbs@192.0.2.1:7701,ofi:tcp@[::1]:0,ofi:tcp".parse().unwrap();
+        let further = choice.with_port_offset(3).to_string();
+        assert_eq!(further, "ofi:verbs@192.0.2.1:7704,ofi:tcp@[::1]:0,ofi:tcp");
+    }
 
     #[test]
     fn a_stack_choice_is_parsed_from_its_displayed_text() {

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
+use base::budget::spare_descriptors;
 use base::fault::Faults;
 use base::mem::Arena;
 use base::pool::BufferPool;

@@ -637,7 +637,9 @@ mod tcp_only {
                 commits.fetch_add(1, Ordering::SeqCst);
             })
         };
-        let mut node = Node::over(vec![FaultStore::over(Arc::new(store), Some(watch))], OsdConfig::default());
+        // The osd also commits its age from time to time.
+        let config = OsdConfig { age_interval: Duration::from_secs(3600), ..OsdConfig::default() };
+        let mut node = Node::over(vec![FaultStore::over(Arc::new(store), Some(watch))], config);
         node.restart();
         let (_client, pool) = node.pool_of(1).await;
         pool.object("object").unwrap().put("x").await.unwrap();
