@@ -7,6 +7,7 @@
 //! system call.
 
 mod batch;
+mod connection_end;
 mod exposed;
 mod handles;
 mod heartbeats;
@@ -15,33 +16,36 @@ mod offers;
 mod one_sided;
 mod outbound;
 mod packets;
+mod peer_watch;
 mod pulls;
 mod range;
 mod read_buffer;
 mod reader;
+mod send_limits;
 mod slot;
 mod task;
 mod turns;
 mod writer;
 
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use base::watch;
-use tokio::sync::{Notify, Semaphore};
+use tokio::sync::Notify;
 
 pub(crate) use slot::ConnectionSlot;
 pub(crate) use task::{BACKOFF, Resumption, TransportSupply, run};
 
-use crate::config::{BULK_SLOTS, ConnectionConfig, MAX_PULLS};
+use crate::config::ConnectionConfig;
 use crate::metrics::ConnectionMetrics;
 use crate::transport::packets::Link;
 use crate::transport::{Road, Wire};
 use crate::{ConnectionEvent, Limits, MessengerError, PeerInfo};
+use connection_end::{CloseReason, ConnectionEnd};
 use inbound::Inbound;
 use offers::Offers;
 use outbound::Outbound;
+use peer_watch::PeerWatch;
 use pulls::Pulls;
+use send_limits::SendLimits;
 use turns::TransferTurns;
 
 /// The values that both sides agreed on in the handshake.
@@ -72,10 +76,6 @@ struct State {
     offers: Offers,
     /// The current transport, if it is a link (libfabric) and not a byte stream.
     link: Option<Arc<Link>>,
-    /// Whether the current pause between heartbeats is longer than [`ConnectionConfig::heartbeat`].
-    is_resting: bool,
-    /// When the peer last showed that it is alive. Updated once per heartbeat.
-    heard_at: tokio::time::Instant,
 }
 
 /// The side of a connection. Only a client exposes its memory to the peer.
@@ -96,33 +96,13 @@ pub(crate) struct Shared {
     state: Mutex<State>,
     /// Wakes the writer when there is something to write.
     wake_writer: Notify,
-    /// Credit for messages that the peer granted, in bytes.
-    message_credit: Semaphore,
-    /// Number of bytes of pushed data that may still be sent before the peer acknowledges earlier
-    /// pushes.
-    push_room: Semaphore,
-    /// Free slots in the queue of bulk chunks. Tokio's semaphore is fair, so the active transfers
-    /// alternate.
-    bulk_slots: Semaphore,
+    send_limits: SendLimits,
     turns: TransferTurns,
-    pull_slots: Semaphore,
     /// Wakes the reader when a pull was cancelled, because the reader may be writing to the pull's
     /// buffer.
     pull_dropped: Notify,
-    /// True once this side has asked to close the connection.
-    close_wanted: watch::Sender<bool>,
-    /// Whether the connection is being closed because its slot is given to another connection.
-    reclaimed: AtomicBool,
-    /// True once the connection's task has ended.
-    ended: watch::Sender<bool>,
-    /// Whether bytes were received since the last heartbeat was due.
-    heard: AtomicBool,
-    /// Whether bytes were sent since the last heartbeat was due.
-    spoke: AtomicBool,
-    /// The longest silence that the peer has announced for itself, in milliseconds.
-    peer_quiet_ms: AtomicU32,
-    /// Ends a long pause between heartbeats when work begins.
-    stirred: Notify,
+    end: ConnectionEnd,
+    watch: PeerWatch,
     /// Starts the acknowledgement timer when a received frame needs an acknowledgement.
     ack_wanted: Notify,
 }
@@ -149,8 +129,6 @@ impl Shared {
                 Road::Packets(link) => Some(Arc::clone(link)),
                 Road::Stream(..) => None,
             },
-            is_resting: false,
-            heard_at: tokio::time::Instant::now(),
         };
         Arc::new(Shared {
             side,
@@ -160,19 +138,11 @@ impl Shared {
             metrics,
             state: Mutex::new(state),
             wake_writer: Notify::new(),
-            message_credit: Semaphore::new(credit),
-            push_room: Semaphore::new(config.push_window_bytes as usize),
-            bulk_slots: Semaphore::new(BULK_SLOTS),
+            send_limits: SendLimits::new(credit, &config),
             turns: TransferTurns::new(),
-            pull_slots: Semaphore::new(MAX_PULLS),
             pull_dropped: Notify::new(),
-            close_wanted: watch::Sender::new(false),
-            reclaimed: AtomicBool::new(false),
-            ended: watch::Sender::new(false),
-            heard: AtomicBool::new(false),
-            spoke: AtomicBool::new(false),
-            peer_quiet_ms: AtomicU32::new(0),
-            stirred: Notify::new(),
+            end: ConnectionEnd::new(),
+            watch: PeerWatch::new(),
             ack_wanted: Notify::new(),
             config,
         })
@@ -211,30 +181,21 @@ impl Shared {
 
     /// Asks the connection's task to send the queued frames and to end. May be called more than
     /// once.
-    fn close_soon(&self) {
+    fn close_soon(&self, reason: CloseReason) {
+        // The writer reads the reason once it sees the status.
+        self.end.close(reason);
         let mut state = self.lock();
         if state.status == ConnectionState::Open {
             state.status = ConnectionState::Closing;
         }
         drop(state);
-        self.close_wanted.send_replace(true);
         self.wake_writer.notify_one();
     }
 
     /// Closes the connection soon, because its slot is given to another connection. The peer
     /// receives this reason, and may open a new connection.
     pub(crate) fn reclaim(&self) {
-        self.reclaimed.store(true, Ordering::Relaxed);
-        self.close_soon();
-    }
-
-    fn is_reclaimed(&self) -> bool {
-        self.reclaimed.load(Ordering::Relaxed)
-    }
-
-    /// The reason that this side sends to the peer when it closes the connection.
-    fn close_reason(&self) -> &'static str {
-        if self.is_reclaimed() { "its slot was needed for another client" } else { "its user closed it" }
+        self.close_soon(CloseReason::Reclaimed);
     }
 
     /// Ends the connection: all waiting calls fail, and all held memory is released.
@@ -255,9 +216,7 @@ impl Shared {
         state.inbound.push_info(ConnectionEvent::Lost(why.clone()));
         let waker = state.inbound.take_waker();
         drop(state);
-        for limit in [&self.message_credit, &self.push_room, &self.bulk_slots, &self.pull_slots] {
-            limit.close();
-        }
+        self.send_limits.close();
         self.turns.close();
         self.metrics.queue_depth.decrement(outbound.queued_messages() as f64);
         drop((outbound, offers));

@@ -4,13 +4,13 @@ use std::io::{self, IoSlice};
 use std::ops::Range;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use base::block::Payload;
 use bytes::Bytes;
 use tokio::io::AsyncWrite;
 use tokio::sync::oneshot;
 
+use super::peer_watch::PeerWatch;
 use crate::Message;
 use crate::frame::{self, Body, Close, FrameKind, Push, Wrote};
 use crate::transport::packets::{Link, PacketContent};
@@ -229,11 +229,11 @@ impl Batch {
         }
     }
 
-    /// Writes the whole batch. Sets `spoke` each time bytes were written.
+    /// Writes the whole batch. Tells `watch` each time bytes were written.
     pub(super) async fn write(
         &self,
         writer: &mut (dyn AsyncWrite + Send + Unpin),
-        spoke: &AtomicBool,
+        watch: &PeerWatch,
     ) -> io::Result<()> {
         let (mut part, mut skip) = (0, 0);
         while part < self.parts.len() {
@@ -249,7 +249,7 @@ impl Batch {
             if written == 0 {
                 return Err(io::ErrorKind::WriteZero.into());
             }
-            spoke.store(true, Ordering::Relaxed);
+            watch.on_sent();
             while part < self.parts.len() && written >= self.part(part).len() - skip {
                 written -= self.part(part).len() - skip;
                 (part, skip) = (part + 1, 0);

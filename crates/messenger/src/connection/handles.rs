@@ -9,11 +9,12 @@ use std::time::Duration;
 use base::BoxFuture;
 use base::block::{BLOCK, Payload};
 use base::mem::ArenaBuf;
-use tokio::sync::{AcquireError, oneshot};
+use tokio::sync::oneshot;
 use tokio::time::timeout;
 use wire::{BulkDescriptor, BulkDirection};
 
 use super::batch::PushDestination;
+use super::connection_end::CloseReason;
 use super::exposed::Offered;
 use super::inbound::charge;
 use super::one_sided::NotPulled;
@@ -34,7 +35,7 @@ struct Lifetime(Arc<Shared>);
 
 impl Drop for Lifetime {
     fn drop(&mut self) {
-        self.0.close_soon();
+        self.0.close_soon(CloseReason::User);
     }
 }
 
@@ -65,20 +66,20 @@ impl Shared {
         if let Some(&(size, limit)) = checks.iter().find(|(size, limit)| size > limit) {
             return Err(MessengerError::TooLarge { size, limit });
         }
-        let credit = self.message_credit.acquire_many(charge(&message) as u32).await;
-        let credit = credit.map_err(|_: AcquireError| self.loss())?;
+        let credit = self.send_limits.message_credit(charge(&message) as u32).await;
+        let credit = credit.map_err(|_| self.loss())?;
         let mut state = self.lock();
         Self::check_open(&state)?;
         state.outbound.push_message(message);
         drop(state);
-        credit.forget();
+        credit.spend();
         self.metrics.queue_depth.increment(1);
         self.wake_writer.notify_one();
         Ok(())
     }
 
     async fn pull(&self, at: OfferRange, dest: ArenaBuf) -> Result<Pulled> {
-        let _slot = self.pull_slots.acquire().await.map_err(|_| self.loss())?;
+        let _slot = self.send_limits.pull_slot().await.map_err(|_| self.loss())?;
         let (done, answer) = oneshot::channel();
         let _guard = self.begin_pull(&at, dest, done)?;
         answer.await.unwrap_or_else(|_| Err(self.loss()))
@@ -153,8 +154,8 @@ impl Shared {
         target: Option<PushDestination>,
         tell: oneshot::Sender<()>,
     ) -> Result<()> {
-        let room = self.push_room.acquire_many(payload.len() as u32).await.map_err(|_| self.loss())?;
-        let slot = self.bulk_slots.acquire().await.map_err(|_| self.loss())?;
+        let room = self.send_limits.push_room(payload.len() as u32).await.map_err(|_| self.loss())?;
+        let slot = self.send_limits.bulk_slot().await.map_err(|_| self.loss())?;
         let mut state = self.lock();
         Self::check_open(&state)?;
         if let Some(reason) = state.offers.refusal(push.offer) {
@@ -162,17 +163,16 @@ impl Shared {
         }
         state.outbound.push_chunk(Chunk::Push(push, payload, target, Some(tell)));
         drop(state);
-        room.forget();
-        slot.forget();
+        room.spend();
+        slot.spend();
         self.wake_writer.notify_one();
         Ok(())
     }
 
     async fn end(&self) {
-        self.close_soon();
-        // The connection's task ends within a second of this request. The `ended` channel cannot
-        // close while `self` exists.
-        drop(self.ended.subscribe().wait_for(|ended| *ended).await);
+        self.close_soon(CloseReason::User);
+        // The connection's task ends within a second of this request.
+        self.end.ended().await;
     }
 
     fn poll_event(&self, cx: &Context<'_>) -> Poll<ConnectionEvent> {

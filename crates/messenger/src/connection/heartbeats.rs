@@ -7,7 +7,6 @@
 //! so that an idle connection uses almost no CPU time or bandwidth. Each heartbeat announces how
 //! long its sender may be silent from now on.
 
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use tokio::time::{Instant, sleep};
@@ -15,7 +14,7 @@ use tokio::time::{Instant, sleep};
 use super::slot::ConnectionSlot;
 use super::task::TransportEnd;
 use super::{Shared, State};
-use crate::config::{ConnectionConfig, REST_MAX};
+use crate::config::ConnectionConfig;
 use crate::transport::packets::Link;
 
 impl State {
@@ -37,30 +36,21 @@ impl Shared {
         place: Option<&dyn ConnectionSlot>,
     ) -> TransportEnd {
         let ConnectionConfig { heartbeat, grace, rest, .. } = self.config;
-        // A pause that the peer announced on an earlier transport no longer applies.
-        self.peer_quiet_ms.store(0, Ordering::Relaxed);
         let mut pause = heartbeat;
-        {
-            let mut state = self.lock();
-            state.heard_at = Instant::now();
-            state.outbound.set_quiet(heartbeat);
-        }
+        self.lock().outbound.set_quiet(heartbeat);
         let mut progress = self.progress();
         if let Some(place) = place {
             place.heard();
         }
         loop {
             let stirred = self.pause(pause, heartbeat).await;
-            let heard = self.heard.swap(false, Ordering::Relaxed) | link.is_some_and(Link::take_heard);
+            let heard = self.watch.take_heard() | link.is_some_and(Link::take_heard);
             // While this side was idle, the peer owed no answer. If work has just begun, the peer's
             // silence counts from now.
-            let silent = {
-                let mut state = self.lock();
-                if heard || stirred {
-                    state.heard_at = Instant::now();
-                }
-                state.heard_at.elapsed()
-            };
+            if heard || stirred {
+                self.watch.on_alive(Instant::now());
+            }
+            let silent = self.watch.silence();
             if silent >= grace + self.peer_quiet(heartbeat) {
                 self.metrics.heartbeats_missed.increment(1);
                 return TransportEnd::Silent(format!("the peer was silent for {silent:?}"));
@@ -90,8 +80,7 @@ impl Shared {
     /// transport ends in this state, the silence counts as the reason, even if the peer ended the
     /// transport.
     pub(super) fn is_missing_peer(&self) -> bool {
-        let state = self.lock();
-        !state.is_idle() && state.heard_at.elapsed() >= self.config.grace / 2
+        !self.lock().is_idle() && self.watch.silence() >= self.config.grace / 2
     }
 
     /// The time to add to the grace period, because an idle peer announced longer pauses than one
@@ -100,14 +89,13 @@ impl Shared {
         if !self.lock().is_idle() {
             return Duration::ZERO;
         }
-        let quiet = Duration::from_millis(u64::from(self.peer_quiet_ms.load(Ordering::Relaxed)));
-        quiet.min(REST_MAX).saturating_sub(heartbeat)
+        self.watch.announced_quiet().saturating_sub(heartbeat)
     }
 
     /// Sends a heartbeat if no other frame was sent since the last call. If `must_know` is true,
     /// always sends a heartbeat, because the peer must learn the length of the next pause.
     fn beat(&self, must_know: bool, pause: Duration) {
-        let spoke = self.spoke.swap(false, Ordering::Relaxed);
+        let spoke = self.watch.take_spoke();
         let mut state = self.lock();
         state.outbound.set_quiet(pause);
         if spoke && !must_know {
@@ -125,33 +113,31 @@ impl Shared {
             sleep(pause).await;
             return false;
         }
-        {
-            let mut state = self.lock();
+        let rest = {
+            let state = self.lock();
             if !state.is_idle() {
                 return true;
             }
-            state.is_resting = true;
-        }
-        let stirred = tokio::select! {
-            biased;
-            () = self.stirred.notified() => true,
-            () = sleep(pause) => false,
+            self.watch.begin_rest()
         };
-        self.lock().is_resting = false;
-        stirred
+        tokio::select! {
+            biased;
+            () = rest.stirred() => true,
+            () = sleep(pause) => false,
+        }
     }
 
     /// Ends a long pause if this side has outstanding work. Must be called after frames are sent.
-    pub(super) fn stir_if_busy(&self, state: &mut State) {
-        if state.is_resting && !state.is_idle() {
-            self.stir(state);
+    pub(super) fn stir_if_busy(&self, state: &State) {
+        if self.watch.is_resting() && !state.is_idle() {
+            self.watch.stir();
         }
     }
 
     /// Ends a long pause, because work has begun and the peer now owes an answer.
-    pub(super) fn stir(&self, state: &mut State) {
-        if std::mem::take(&mut state.is_resting) {
-            self.stirred.notify_one();
-        }
+    pub(super) fn stir(&self) {
+        // The mutex orders this call and the beginning of a pause.
+        let _state = self.lock();
+        self.watch.stir();
     }
 }

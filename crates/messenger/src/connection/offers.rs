@@ -161,7 +161,7 @@ impl Shared {
         let exposed =
             exposed.filter(|e| state.link.as_ref().is_some_and(|l| l.transport_number() == e.transport()));
         state.offers.active.insert(key, Offer { what, expires, exposed });
-        self.stir(&mut state);
+        self.watch.stir();
         drop(state);
         let descriptor = BulkDescriptor {
             owner: BulkOwner::Peer,
@@ -213,7 +213,7 @@ impl Shared {
         }
         let dropped = state.outbound.drop_data(pull);
         drop(state);
-        self.bulk_slots.add_permits(dropped.len());
+        self.send_limits.free_bulk_slots(dropped.len());
     }
 
     /// Hands pushed data, already verified, to its sink. If the sink does not accept the data,
@@ -312,13 +312,13 @@ async fn send_all(
             return Err((Refusal::Source, "the source returned a different range than requested".into()));
         }
         let Ok(()) = turn.take(len).await else { return Ok(()) };
-        let Ok(slot) = connection.bulk_slots.acquire().await else { return Ok(()) };
+        let Ok(slot) = connection.send_limits.bulk_slot().await else { return Ok(()) };
         let data = PullData { pull: request.pull, offset: at };
         let wanted = connection.queue_data(request.offer, data, payload).map_err(|r| (Refusal::Offer, r))?;
         if !wanted {
             return Ok(());
         }
-        slot.forget();
+        slot.spend();
         at += len as u64;
     }
     Ok(())

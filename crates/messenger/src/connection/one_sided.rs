@@ -102,7 +102,7 @@ impl Shared {
             return Err(NotPulled::Framed(dest));
         };
         let lost = |_| NotPulled::Lost(self.loss());
-        let _slot = self.pull_slots.acquire().await.map_err(lost)?;
+        let _slot = self.send_limits.pull_slot().await.map_err(lost)?;
         let len = dest.len();
         let landing = match link.land(dest) {
             Ok(landing) => landing,
@@ -112,7 +112,7 @@ impl Shared {
             }
         };
         self.metrics.pulls.increment(1);
-        self.stir(&mut self.lock());
+        self.stir();
         let reads =
             PullReads { shared: self, link: &link, remote, at, landing: &landing, checksums: &checksums };
         match reads.all(len, Instant::now() + limit + self.config.grace).await {

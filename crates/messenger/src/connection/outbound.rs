@@ -23,8 +23,8 @@ const BATCH_BYTES: usize = 256 << 10;
 /// Maximum number of frames in one batch.
 const BATCH_FRAMES: usize = 128;
 
-/// A chunk in the queue of bulk data. It holds one permit of `Shared::bulk_slots`, which the writer
-/// returns.
+/// A chunk in the queue of bulk data. It holds one bulk slot of [`SendLimits`](super::SendLimits), which
+/// the writer frees.
 pub(super) enum Chunk {
     Data(PullData, Payload),
     /// The channel notifies the caller when the position of the chunk in the send order is fixed. If

@@ -3,7 +3,6 @@
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use bytes::{Buf, Bytes, BytesMut};
 
@@ -157,7 +156,7 @@ impl Shared {
             let closing = self.gather(&mut batch, holds_messages);
             if batch.frames() == 0 {
                 if closing && !holds_messages {
-                    return self.send_batch(link, &Batch::closing(self.close_reason())).await;
+                    return self.send_batch(link, &Batch::closing(self.end.reason().text())).await;
                 }
                 // Either event leads to another look at the queue, so neither starves the other.
                 tokio::select! {
@@ -181,7 +180,7 @@ impl Shared {
         let packets: Vec<Range<usize>> = batch.packets(ROOM_BYTES, link.parts_max());
         for packet in packets {
             link.send(&batch.pieces(packet)).await?;
-            self.spoke.store(true, Ordering::Relaxed);
+            self.watch.on_sent();
         }
         self.metrics.sent_bytes.increment(batch.bytes() as u64);
         Ok(())

@@ -7,7 +7,6 @@
 
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use base::block::{Payload, verify_pieces};
 use bytes::{Buf, BufMut, Bytes};
@@ -170,7 +169,7 @@ impl<'a> FrameReader<'a> {
             return Err(ReadFailure::Broken("the peer closed the transport connection".into()));
         }
         self.turn += n;
-        self.shared.heard.store(true, Ordering::Relaxed);
+        self.shared.watch.on_received();
         self.shared.metrics.received_bytes.increment(n as u64);
         Ok(())
     }
@@ -276,8 +275,8 @@ impl Shared {
         let credit = state.outbound.issue();
         drop(state);
         let pushed = freed.iter().map(|f| if let Sequenced::Push(_, p, _) = f { p.len() } else { 0 }).sum();
-        self.push_room.add_permits(pushed);
-        self.message_credit.add_permits(credit);
+        self.send_limits.add_push_room(pushed);
+        self.send_limits.add_message_credit(credit);
         Ok(())
     }
 
@@ -287,7 +286,7 @@ impl Shared {
         state.outbound.on_granted(granted)?;
         let credit = state.outbound.issue();
         drop(state);
-        self.message_credit.add_permits(credit);
+        self.send_limits.add_message_credit(credit);
         Ok(())
     }
 
@@ -295,7 +294,7 @@ impl Shared {
     pub(super) fn on_control(self: &Arc<Self>, body: Body) -> Result<(), ReadFailure> {
         match body {
             Body::Window(window) => {
-                self.peer_quiet_ms.store(window.quiet_ms, Ordering::Relaxed);
+                self.watch.on_quiet_announced(window.quiet_ms);
                 Ok(self.on_granted(window.granted)?)
             }
             Body::PullRequest(request) => Ok(self.on_pull_request(request)?),

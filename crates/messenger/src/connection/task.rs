@@ -4,12 +4,12 @@
 use std::convert::Infallible;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 
+use super::connection_end::CloseReason;
 use super::packets::PacketReader;
 use super::reader::{FrameReader, ReadFailure};
 use super::slot::ConnectionSlot;
@@ -84,7 +84,7 @@ struct EndGuard(Arc<Shared>);
 impl Drop for EndGuard {
     fn drop(&mut self) {
         self.0.lose(MessengerError::ConnectionLost("the connection's runtime has ended".into()));
-        self.0.ended.send_replace(true);
+        self.0.end.finish();
     }
 }
 
@@ -105,7 +105,7 @@ async fn live(shared: &Arc<Shared>, role: &mut TransportSupply, mut wire: Wire) 
                 better = Some((wire, claim));
                 ("a better transport is available".to_owned(), None)
             }
-            TransportEnd::Closed => return MessengerError::ConnectionLost(shared.close_reason().into()),
+            TransportEnd::Closed => return MessengerError::ConnectionLost(shared.end.reason().text().into()),
             TransportEnd::Fatal(why) => return why,
             TransportEnd::Replaced(resumption) => {
                 ("the client resumed on a new transport".to_owned(), Some(resumption))
@@ -133,8 +133,8 @@ async fn live(shared: &Arc<Shared>, role: &mut TransportSupply, mut wire: Wire) 
         let next = tokio::select! {
             biased;
             next = Box::pin(role.next_wire(shared, resumption, better, lived)) => next,
-            () = shared.close_requested() => {
-                let why = format!("{}, while the peer was not reachable", shared.close_reason());
+            () = shared.end.close_requested() => {
+                let why = format!("{}, while the peer was not reachable", shared.end.reason().text());
                 return MessengerError::ConnectionLost(why);
             }
         };
@@ -212,7 +212,7 @@ impl TransportSupply {
 impl Shared {
     /// Reads from and writes to one transport until it ends.
     async fn use_transport(self: &Arc<Self>, role: &mut TransportSupply, wire: Wire) -> TransportEnd {
-        self.heard.store(true, Ordering::Relaxed);
+        self.watch.begin_transport();
         let end = match wire.road {
             Road::Stream(mut reader, mut writer) => {
                 let reading = Box::pin(FrameReader::new(self, &mut *reader).run());
@@ -286,14 +286,13 @@ impl Shared {
         }
     }
 
-    async fn close_requested(&self) {
-        // The `close_wanted` channel cannot close while `self` exists.
-        drop(self.close_wanted.subscribe().wait_for(|wanted| *wanted).await);
-    }
-
     async fn close_deadline(&self) {
-        self.close_requested().await;
-        sleep(if self.is_reclaimed() { RECLAIM_TIME } else { CLOSE_TIME }).await;
+        self.end.close_requested().await;
+        sleep(match self.end.reason() {
+            CloseReason::User => CLOSE_TIME,
+            CloseReason::Reclaimed => RECLAIM_TIME,
+        })
+        .await;
     }
 
     /// Number of the last sequenced frame that this side received, of the last sequenced frame that
@@ -316,7 +315,7 @@ impl Shared {
         state.inbound.push_info(ConnectionEvent::Interrupted);
         let waker = state.inbound.take_waker();
         drop(state);
-        self.bulk_slots.add_permits(dropped.len());
+        self.send_limits.free_bulk_slots(dropped.len());
         drop((dropped, exposed));
         if let Some(waker) = waker {
             waker.wake();
@@ -353,7 +352,7 @@ impl Shared {
         state.inbound.push_info(ConnectionEvent::Resumed);
         let waker = state.inbound.take_waker();
         drop(state);
-        self.bulk_slots.add_permits(dropped.len());
+        self.send_limits.free_bulk_slots(dropped.len());
         if let Some(waker) = waker {
             waker.wake();
         }

@@ -6,16 +6,8 @@ use tokio::io::{AsyncWrite, AsyncWriteExt};
 
 use super::batch::Batch;
 use super::outbound::Piggyback;
+use super::send_limits::BulkSlotsInUse;
 use super::{ConnectionState, Shared};
-
-/// Releases the bulk slots of a batch, even if the write of the batch is cancelled.
-pub(super) struct SlotGuard<'a>(&'a Shared, usize);
-
-impl Drop for SlotGuard<'_> {
-    fn drop(&mut self) {
-        self.0.bulk_slots.add_permits(self.1);
-    }
-}
 
 impl Shared {
     /// Fills `batch` with queued frames, or only with control frames if `holds_messages` is true.
@@ -41,13 +33,13 @@ impl Shared {
             let closing = self.gather(&mut batch, false);
             if batch.frames() == 0 {
                 if closing {
-                    return self.write_close(writer, self.close_reason()).await;
+                    return self.write_close(writer, self.end.reason().text()).await;
                 }
                 self.wake_writer.notified().await;
                 continue;
             }
             let slots = self.on_gathered(&mut batch);
-            batch.write(writer, &self.spoke).await?;
+            batch.write(writer, &self.watch).await?;
             self.metrics.sent_bytes.increment(batch.bytes() as u64);
             drop(slots);
         }
@@ -55,14 +47,14 @@ impl Shared {
 
     /// Handles a batch that is about to be written: the position of its frames in the send order is
     /// fixed.
-    pub(super) fn on_gathered(&self, batch: &mut Batch) -> SlotGuard<'_> {
+    pub(super) fn on_gathered(&self, batch: &mut Batch) -> BulkSlotsInUse<'_> {
         self.metrics.sent_messages.increment(batch.messages as u64);
         self.metrics.queue_depth.decrement(batch.messages as f64);
         for placed in batch.placed.drain(..) {
             // The pushing caller may have stopped waiting; ignore the error.
             let _ = placed.send(());
         }
-        SlotGuard(self, batch.bulk_slots)
+        self.send_limits.bulk_slots_in_use(batch.bulk_slots)
     }
 
     /// Tells the peer that the connection ends.
@@ -72,7 +64,7 @@ impl Shared {
         reason: &str,
     ) -> io::Result<()> {
         let batch = Batch::closing(reason);
-        batch.write(writer, &self.spoke).await?;
+        batch.write(writer, &self.watch).await?;
         writer.shutdown().await
     }
 }
