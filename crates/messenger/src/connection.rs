@@ -13,6 +13,7 @@ mod handles;
 mod heartbeats;
 mod inbound;
 mod offers;
+mod on_wake;
 mod one_sided;
 mod outbound;
 mod packets;

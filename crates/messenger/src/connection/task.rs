@@ -10,6 +10,7 @@ use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 
 use super::connection_end::CloseReason;
+use super::on_wake::OnWake;
 use super::packets::PacketReader;
 use super::reader::{FrameReader, ReadFailure};
 use super::slot::ConnectionSlot;
@@ -262,14 +263,21 @@ impl Shared {
                 Err(reason) => reason,
             }
         };
+        // Almost all wake-ups concern the reader or the writer.
+        let rare = OnWake::new(async {
+            tokio::select! {
+                biased;
+                end = self.watch_peer(link, registration.as_deref()) => end,
+                never = self.acknowledge_in_time() => match never {},
+                end = role.replaced(link.is_none()) => end,
+                () = self.close_deadline() => TransportEnd::Closed,
+            }
+        });
         tokio::select! {
             biased;
             fault = reading => fault.into(),
             reason = writing => TransportEnd::Broken(reason),
-            end = self.watch_peer(link, registration.as_deref()) => end,
-            never = self.acknowledge_in_time() => match never {},
-            end = role.replaced(link.is_none()) => end,
-            () = self.close_deadline() => TransportEnd::Closed,
+            end = rare => end,
         }
     }
 
