@@ -224,7 +224,9 @@ pub async fn a_lost_connection_fails_its_transfers(rig: &Rig) {
     let mut listener = rig.listen().await;
     let ((client, from_server), (server, mut from_client)) = rig.pair(&mut *listener).await;
     let pool = pool();
-    let slow = Arc::new(Buffer::slow(0, &vec![1; 4 << 20], Duration::from_millis(20)));
+    // Each pull has received a chunk when the connection is closed, and no other chunk is ready to
+    // be sent.
+    let slow = Arc::new(Buffer::slow(0, &vec![1; 4 << 20], Duration::from_millis(500)));
     let source = client.offer_source(slow).expect("offered");
     let pulls = (0..4).map(|_| async {
         let dest = pool.alloc(4 << 20).await.expect("a buffer");
@@ -232,7 +234,7 @@ pub async fn a_lost_connection_fails_its_transfers(rig: &Rig) {
     });
     let pulls = futures_of(pulls);
     let end = async {
-        sleep(Duration::from_millis(60)).await;
+        sleep(Duration::from_millis(750)).await;
         drop((client, from_server));
     };
     let (results, ()) = tokio::join!(biased; pulls, end);

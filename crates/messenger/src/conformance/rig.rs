@@ -187,7 +187,9 @@ impl BulkSource for Buffer {
             }
             self.taken.fetch_add(len as u64, Ordering::Relaxed);
             let start = offset as usize;
-            let data = self.content().get(start..start + len).map(Bytes::copy_from_slice);
+            let all = self.data.lock().unwrap_or_else(PoisonError::into_inner);
+            let data = all.get(start..start + len).map(Bytes::copy_from_slice);
+            drop(all);
             let data = data.ok_or_else(|| "the requested range is outside the source".to_owned())?;
             let boundary = piece_lengths(self.block_offset, offset)
                 .last()
