@@ -3,6 +3,7 @@
 //! | command | layers |
 //! |---|---|
 //! | `rpc` | messenger, between two processes |
+//! | `connections` | messenger: many connections beside one connection |
 //! | `osd` | client and osd over TCP, on a store in memory |
 //! | `channel` | `ProxyStore`, channel and DMA engine, on a store in memory |
 //! | `dma` | the DMA engines alone |
@@ -16,6 +17,7 @@
 
 mod channel_layer;
 mod checksum_layer;
+mod connections;
 mod dma_layer;
 mod ec_layer;
 mod osd_layer;
@@ -44,6 +46,7 @@ struct LayersCli {
 #[derive(Debug, Subcommand)]
 enum Layer {
     Rpc(rpc::RpcArgs),
+    Connections(connections::ConnectionsArgs),
     Osd(osd_layer::OsdLayerArgs),
     Channel(channel_layer::ChannelLayerArgs),
     Dma(dma_layer::DmaLayerArgs),
@@ -63,6 +66,7 @@ fn main() -> ExitCode {
     fabric::Library::prepare();
     let outcome = match LayersCli::parse().layer {
         Layer::Rpc(args) => rpc::run(args),
+        Layer::Connections(args) => connections::run(&args),
         Layer::Osd(args) => osd_layer::run(&args),
         Layer::Channel(args) => channel_layer::run(&args),
         Layer::Dma(args) => dma_layer::run(&args),

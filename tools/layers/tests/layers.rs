@@ -41,6 +41,19 @@ fn the_rpc_command_measures_every_mode_between_two_processes() {
 }
 
 #[test]
+fn the_connections_command_compares_many_connections_with_one() {
+    let report = json(&["connections", "--connections", "4", "--seconds", "0.2", "--rounds", "1", "--json"]);
+    let cases = report["cases"].as_array().unwrap();
+    let shapes: Vec<(&str, u64)> = cases
+        .iter()
+        .map(|c| (c["contender"].as_str().unwrap(), c["shape"]["connections"].as_u64().unwrap()))
+        .collect();
+    assert_eq!(shapes, [("messenger", 1), ("messenger", 4), ("bare_epoll", 1), ("bare_epoll", 4)]);
+    assert!(cases.iter().all(|c| c["server_us_per_operation"].as_f64().unwrap() > 0.0), "{report}");
+    assert!(report["ratios"].as_array().unwrap().iter().all(|r| r["server"].as_f64().unwrap() > 0.0));
+}
+
+#[test]
 fn the_store_command_measures_a_target_file_and_its_mount() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("target");
