@@ -83,6 +83,9 @@ impl Common {
     }
 
     fn outstanding(&self) -> usize {
+        if self.shards == 1 {
+            return self.config.channel.requests;
+        }
         (self.config.channel.requests / usize::from(self.shards)).max(LEAST_OUTSTANDING)
     }
 }
@@ -245,8 +248,12 @@ async fn open(common: &Common, number: u16) -> Result<OpenShard> {
     let mut options = config.network.options();
     options.connection.max_connections = config.osd.sessions;
     options.connection.max_handshakes = config.osd.handshakes;
-    let stack =
-        messenger::open(&config.network.stacks, &options, UseAs::Server).doing("opening the network")?;
+    if common.shards > 1 {
+        // Each shard has a listener, and all of them use the descriptors of the process.
+        options.connection.max_descriptors = Some(spare_descriptors() / usize::from(common.shards));
+    }
+    let choice = config.network.stacks.with_port_offset(number);
+    let stack = messenger::open(&choice, &options, UseAs::Server).doing("opening the network")?;
     let (targets, staging) = (backend.targets.clone(), backend.pool.clone());
     let resources = ShardResources { config: osd_config, targets, staging };
     Ok(OpenShard { backend, resources, stack })

@@ -150,10 +150,15 @@ pub(crate) async fn check(target: &Target, witness: &NodeWitness, patience: Dura
     }
     let incarnation = target.store.incarnation();
     // The first shard may write a newer age at any time, first to the target and then to the witness.
-    // The age that the witness has now is therefore at most as new as the age that is read next.
-    let expected = witness.age_of(target.uuid);
-    let stored = read(target, patience).await?;
-    let when = stored.map_or((0, 0), StoredAge::when);
+    // The age that the witness has now is therefore at most as new as the age that is read next. If
+    // the witness changes meanwhile, the operator may have accepted that the target has gone back.
+    let (when, expected) = loop {
+        let expected = witness.age_of(target.uuid);
+        let stored = read(target, patience).await?;
+        if witness.age_of(target.uuid) == expected {
+            break (stored.map_or((0, 0), StoredAge::when), expected);
+        }
+    };
     let has_gone_back =
         expected.is_some_and(|expected| when < expected) && !base::mutant!(TrustReturnedTarget);
     if has_gone_back {

@@ -79,9 +79,15 @@ impl Clients {
         is_open
     }
 
-    /// Ends the session's attachment on this shard, and returns it.
-    pub(crate) fn end_session(&self, session: SessionId) -> Option<SessionAttachment> {
-        self.0.borrow_mut().attached.remove(&session)
+    /// Ends the session's attachment on this shard, unless it is newer than `newest`. Returns it.
+    pub(crate) fn end_session(
+        &self,
+        session: SessionId,
+        newest: AttachmentNumber,
+    ) -> Option<SessionAttachment> {
+        let mut table = self.0.borrow_mut();
+        let is_meant = table.attached.get(&session).is_some_and(|now| now.number <= newest);
+        is_meant.then(|| table.attached.remove(&session)).flatten()
     }
 
     /// Returns whether the session is attached to this connection.

@@ -119,6 +119,8 @@ impl Shard {
             namespace: name.namespace.to_owned(),
             object: name.object.to_owned(),
         };
+        let alive = || self.presence.is_alive(part.upload.session, grace);
+        let was_alive = alive();
         let owner = pool.owner(name.namespace, name.object, None);
         let used = self.on(owner, move |shard| shard.use_of(head, part.upload)).await;
         match used.map_err(Error::from)?? {
@@ -126,9 +128,8 @@ impl Shard {
             UploadUse::Former => return Ok(true),
             UploadUse::None => {}
         }
-        let alive = || self.presence.is_alive(part.upload.session, grace);
         // The client may reconnect while the collector checks the part.
-        Ok(!alive() && self.is_old(pool, name, part, grace).await? && !alive())
+        Ok(!was_alive && !alive() && self.is_old(pool, name, part, grace).await? && !alive())
     }
 
     /// Returns what a head object of this shard has to do with an upload.

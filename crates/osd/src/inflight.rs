@@ -45,6 +45,22 @@ impl InFlight {
     }
 }
 
+impl InFlight {
+    /// Waits until the session has no change in flight.
+    pub(crate) async fn until_idle(&self, session: SessionId) {
+        loop {
+            let running = {
+                let changes = self.changes.borrow();
+                changes.iter().find(|((of, _), _)| *of == session).map(|(_, running)| running.clone())
+            };
+            let Some(running) = running else { return };
+            drop(joined(running).await);
+            // The change leaves the table when its task runs again.
+            tokio::task::yield_now().await;
+        }
+    }
+}
+
 impl RunningChange<'_> {
     /// Passes the result to the retries that joined this attempt.
     pub(crate) fn finish(self, result: &wire::Result<Mutated>) {

@@ -121,8 +121,9 @@ impl Change<'_> {
                         progress.data = None;
                     }
                     let seen = running.found_no_space();
-                    let trim = self.shard.trim_all();
-                    if !self.shard.space.may_come(seen, until.min(began + SPACE_PATIENCE), trim).await {
+                    let (trim, until) = (self.shard.trim_all(), until.min(began + SPACE_PATIENCE));
+                    let may_come = self.shard.space.may_come(seen, until, trim).await;
+                    if !may_come && (Instant::now() >= until || !self.shard.others_may_free().await) {
                         return Err(e);
                     }
                     running = self.shard.space.enter();

@@ -44,7 +44,8 @@ pub(crate) async fn open_node(config: &OsdConfig, targets: &[Rc<Target>]) -> Res
     let map = NodeMap::open(targets, config, &witness).await?;
     let listed: Vec<Rc<Target>> = targets.iter().filter(|target| map.has(target)).cloned().collect();
     let age = Age::begin(&listed, &witness, config.target_timeout).await?;
-    let failed = listed.iter().filter_map(|t| t.failure().map(|why| (t.uuid, t.state().0, why))).collect();
+    let failed = listed.iter().filter_map(|target| target.failure_at_start().map(|e| (target.uuid, e)));
+    let failed = failed.collect();
     Ok(NodeBasis { map, age: Arc::new(age), witness: Arc::new(witness), failed })
 }
 
@@ -62,12 +63,6 @@ impl Osd {
         });
         shard.set_osd(&osd);
         osd
-    }
-
-    /// Returns whether all targets of the node are present and usable.
-    pub(crate) fn has_all_targets(&self) -> bool {
-        let is_there = |uuid| self.shard.targets.iter().any(|t| t.uuid == uuid && t.is_usable());
-        self.shard.map.borrow().targets.iter().all(|record| is_there(record.uuid))
     }
 
     /// Opens a session on a connection of any shard. When this function returns, all shards know the
@@ -110,11 +105,15 @@ impl Osd {
         self.slots.borrow_mut().heard(session);
     }
 
-    /// Ends a session that its client has closed, on all shards.
+    /// Ends a session that its client has closed, on all shards. The session stays known until its
+    /// requests in progress have finished: until then, the collector keeps the parts of its uploads.
     pub(crate) async fn close_session(&self, session: SessionId) -> Result<(), ShardGone> {
-        self.slots.borrow_mut().close(session);
-        drop(self.shard.tell_each(move |shard| shard.presence.forget(session)));
-        self.shard.each(move |shard| shard.end_session(session)).await.map(drop)
+        let newest = self.slots.borrow().newest_attachment();
+        self.shard.each(move |shard| shard.end_session(session, newest)).await?;
+        if self.slots.borrow_mut().close(session, newest) {
+            self.shard.tell_each(move |shard| shard.presence.forget(session)).await?;
+        }
+        Ok(())
     }
 
     /// Returns the counts of sessions that lost their slot or got no slot.

@@ -136,13 +136,9 @@ impl Osd {
     }
 
     async fn empty(&self, record: &PoolRecord) -> StepResult<()> {
-        let (id, is_redundant) = (record.id, record.redundancy != Redundancy::Single);
-        let record = record.clone();
+        let (id, record) = (record.id, record.clone());
         let emptied = self.shard.each(move |shard| shard.empty_share(record)).await.map_err(Error::from)?;
         emptied.into_iter().collect::<StepResult<()>>()?;
-        if is_redundant && !self.has_all_targets() {
-            return Err(Fail::Lost("a target is not present".into()));
-        }
         let _one_at_a_time = self.map_keeper.changing.lock().await;
         let mut map = self.shard.map.borrow().clone();
         map.pools.retain(|p| p.id != id);
@@ -216,6 +212,10 @@ impl Shard {
         for pg in pool.pgs.iter().filter(|_| pool.groups.is_empty()) {
             let place = ObjectLocation { pg: Rc::clone(pg), oid: ids::meta_object() };
             patiently(&place, self.config.store_patience, async || self.empty_group(&place).await).await?;
+        }
+        // Groups with redundancy leave out targets that are not usable now.
+        if !pool.groups.is_empty() && !self.has_all_targets() {
+            return Err(Fail::Lost("a target is not present".into()));
         }
         Ok(())
     }

@@ -114,10 +114,21 @@ impl SessionSlots {
         SessionId::new(self.generation, self.last, base::entropy::random())
     }
 
-    /// Forgets a session that its client has closed.
-    pub(crate) fn close(&mut self, session: SessionId) {
+    /// Returns the number of the newest attachment of all sessions.
+    pub(crate) fn newest_attachment(&self) -> AttachmentNumber {
+        self.attachments
+    }
+
+    /// Forgets a session that its client has closed. Returns false, and keeps the session, if its
+    /// client has opened it again: if it has an attachment newer than `newest`.
+    pub(crate) fn close(&mut self, session: SessionId, newest: AttachmentNumber) -> bool {
+        let connections = self.known.get(&session);
+        if connections.is_some_and(|connections| connections.values().any(|number| *number > newest)) {
+            return false;
+        }
         self.known.remove(&session);
         self.places.remove(session);
+        true
     }
 
     /// Records that an attachment has ended. Returns whether the session has no other attachment.
@@ -180,5 +191,9 @@ mod tests {
         assert!(!sessions.left(first.id, 0, first.attachment), "shard 1 has an attachment");
         assert!(sessions.left(first.id, 1, again.attachment));
         assert!(!sessions.left(first.id, 1, again.attachment), "an attachment ends once");
+        let newest = sessions.newest_attachment();
+        sessions.open(Some(first.id), 1, A).unwrap();
+        assert!(!sessions.close(first.id, newest), "the session was opened again");
+        assert!(sessions.close(first.id, sessions.newest_attachment()));
     }
 }

@@ -8,11 +8,12 @@ use std::time::Duration;
 
 use array::{Array, CodingDispatcher, Group, GroupOptions, Member, Pace, StripesAt};
 use base::pool::BufferPool;
+use futures::stream::{FuturesUnordered, StreamExt};
 use messenger::Admissions;
 use store::stripes::{EngineOptions, Engines, LocalStoreSet, StoreSet};
 use store::{AbsentStore, ObjectStore};
 use uuid::Uuid;
-use wire::{ObjectName, PartId, PathStatus, Redundancy, SessionId, TargetState, placement};
+use wire::{ObjectName, PartId, PathStatus, Redundancy, SessionId, placement};
 
 use crate::age::Age;
 use crate::backing::Backing;
@@ -31,15 +32,19 @@ use crate::presence::Presence;
 use crate::rebuilds::Rebuilds;
 use crate::request_count::RequestCount;
 use crate::scrubs::Scrubs;
+use crate::sessions::AttachmentNumber;
 use crate::share::Share;
 use crate::sole_target::SoleTarget;
 use crate::space::SpaceReclaim;
 use crate::start_error::StartError;
-use crate::target::Target;
+use crate::target::{FailureAtStart, Target};
 use crate::task::spawn;
 use crate::timed::Timed;
 use crate::times::Times;
 use crate::witness::{NodeWitness, SharedWitness};
+
+/// Time that a change without space waits for changes on other shards before it tries again.
+const SPACE_PAUSE: Duration = Duration::from_millis(20);
 
 /// Number of the first shard, which has the state of the whole osd.
 pub(crate) const FIRST: u16 = 0;
@@ -120,8 +125,8 @@ pub(crate) struct NodeBasis {
     pub(crate) map: NodeMap,
     pub(crate) age: Arc<Age>,
     pub(crate) witness: Arc<NodeWitness>,
-    /// Targets that failed while the first shard opened the node: each with its state, and why.
-    pub(crate) failed: Vec<(Uuid, TargetState, String)>,
+    /// Targets that failed while the first shard opened the node.
+    pub(crate) failed: Vec<(Uuid, FailureAtStart)>,
 }
 
 /// Returns the stores of these targets, for calls that concern several of them.
@@ -166,9 +171,9 @@ impl Shard {
         let given: Vec<Uuid> = targets.iter().map(|target| target.uuid).collect();
         let absent = map.targets.iter().map(|record| record.uuid).filter(|uuid| !given.contains(uuid));
         targets.extend(absent.map(|uuid| absent_target(uuid, config.target_retry)));
-        for (uuid, state, why) in failed {
+        for (uuid, failure) in failed {
             let target = targets.iter().find(|target| target.uuid == uuid && target.failure().is_none());
-            target.into_iter().for_each(|target| target.take_over(state, &why));
+            target.into_iter().for_each(|target| target.take_over(&failure));
         }
         map.tell(&targets);
         let coding = CodingDispatcher::start(&config.coding, store_set(&config, &targets)?, config.emulated)?;
@@ -327,11 +332,33 @@ impl Shard {
 
     /// Makes the groups of all shards trim overwritten data. Returns whether any group freed data.
     pub(crate) async fn trim_all(self: &Rc<Self>) -> bool {
-        let trimmed = self.each(async |shard: Rc<Shard>| {
+        let trim = async |shard: Rc<Shard>| {
             let groups = || shard.open_groups().into_iter().map(|(_, group)| group).collect();
             shard.space.trim(groups).await
-        });
-        trimmed.await.is_ok_and(|trimmed| trimmed.contains(&true))
+        };
+        let trims = (0..self.share.shards()).map(|shard| self.on(shard, trim));
+        let mut trims: FuturesUnordered<_> = trims.collect();
+        while let Some(freed) = trims.next().await {
+            if freed == Ok(true) {
+                return true;
+            }
+        }
+        false
+    }
+
+    /// Waits a moment if changes are running on other shards, which may free space. Returns whether
+    /// any were running.
+    pub(crate) async fn others_may_free(self: &Rc<Self>) -> bool {
+        if self.share.shards() == 1 {
+            return false;
+        }
+        let own = self.share.shard();
+        let running = async move |shard: Rc<Shard>| shard.share.shard() != own && shard.space.is_active();
+        let may_free = self.each(running).await.is_ok_and(|running| running.contains(&true));
+        if may_free {
+            tokio::time::sleep(SPACE_PAUSE).await;
+        }
+        may_free
     }
 
     /// Returns the location of an object or of one part of it.
@@ -342,14 +369,29 @@ impl Shard {
         self.open_pool(name.pool())?.place(name.namespace(), name.object(), part)
     }
 
-    /// Ends a session that its client has closed, in the placement groups of this shard. Waits until
-    /// the session's requests in progress have finished. The client must send no more retries.
-    pub(crate) async fn end_session(self: Rc<Self>, session: SessionId) {
-        if let Some(attachment) = self.clients.end_session(session) {
-            let all = u32::try_from(self.config.requests_per_connection).unwrap_or(u32::MAX);
-            // Acquiring fails only if the semaphore was closed, and nothing closes it.
-            let _ = attachment.room.acquire_many(all).await;
+    /// Ends a session that its client has closed, in the placement groups of this shard. Ends the
+    /// session's attachment at once, unless it is newer than `newest`. The future waits until the
+    /// session's requests in progress have finished. The client must send no more retries.
+    pub(crate) fn end_session(
+        self: Rc<Self>,
+        session: SessionId,
+        newest: AttachmentNumber,
+    ) -> impl Future<Output = ()> + 'static {
+        let ended = self.clients.end_session(session, newest);
+        async move {
+            if let Some(attachment) = ended {
+                let all = u32::try_from(self.config.requests_per_connection).unwrap_or(u32::MAX);
+                // Acquiring fails only if the semaphore was closed, and nothing closes it.
+                let _ = attachment.room.acquire_many(all).await;
+            }
+            // Changes may be in progress on connections that have ended.
+            self.in_flight.until_idle(session).await;
+            self.forget_results(session);
         }
+    }
+
+    /// Makes the placement groups of this shard forget the results of a closed session.
+    fn forget_results(&self, session: SessionId) {
         // Shortly after a start, the osd does not know which sessions from before the start will
         // reconnect. If the osd forgot this session now, it would also mark all sessions with lower
         // numbers as forgotten, including the sessions that reconnect later. This session therefore
@@ -365,9 +407,15 @@ impl Shard {
         }
     }
 
+    /// Returns whether all targets of the node are present and usable.
+    pub(crate) fn has_all_targets(&self) -> bool {
+        let is_there = |uuid| self.targets.iter().any(|t| t.uuid == uuid && t.is_usable());
+        self.map.borrow().targets.iter().all(|record| is_there(record.uuid))
+    }
+
     /// Closes the connection of a session that has lost its slot.
     pub(crate) fn evict(&self, session: SessionId) {
-        let Some(attachment) = self.clients.end_session(session) else { return };
+        let Some(attachment) = self.clients.end_session(session, AttachmentNumber::MAX) else { return };
         metrics::counter!("outboard_osd_sessions_reclaimed_total").increment(1);
         if let Some(connection) = self.clients.connection(attachment.connection) {
             spawn(async move { connection.close().await });

@@ -71,6 +71,11 @@ impl SpaceReclaim {
         }
     }
 
+    /// Returns whether any change is running.
+    pub(crate) fn is_active(&self) -> bool {
+        self.running.get() > 0
+    }
+
     /// Makes the groups trim overwritten data. Returns whether any group freed data.
     pub(crate) async fn trim(&self, groups: impl Fn() -> Vec<Rc<Group>>) -> bool {
         let before = self.trims.get();

@@ -56,6 +56,15 @@ pub(crate) struct Target {
     suspects: RefCell<Vec<CollectionId>>,
 }
 
+/// A failure of a target that the first shard has found at the start of the node.
+#[derive(Debug, Clone)]
+pub(crate) enum FailureAtStart {
+    /// The target stays unusable until its store has a new incarnation.
+    Lost(String),
+    /// The target has refused a call with this error.
+    Refused(StoreError),
+}
+
 /// Maximum number of collections in which a probe sends calls. If calls hang in more collections,
 /// the recorded collections represent all of them.
 const SUSPECTS_MAX: usize = 64;
@@ -115,13 +124,25 @@ impl Target {
         self.step(HealthEvent::Lost(why));
     }
 
-    /// Takes over a failure that another shard has found at the start of the node. A shard finds out
-    /// by itself whether a target is slow.
-    pub(crate) fn take_over(&self, state: TargetState, why: &str) {
-        match state {
-            TargetState::Failed => self.lose(why.to_owned()),
-            TargetState::Failing => self.fail(self.store.incarnation(), &StoreError::Io(why.to_owned())),
-            TargetState::Up | TargetState::Slow => {}
+    /// Returns the failure of the target that the first shard has found at the start of the node;
+    /// `None` if there is none, or if the target is only slow, which each shard finds out by itself.
+    pub(crate) fn failure_at_start(&self) -> Option<FailureAtStart> {
+        let why = self.failure()?;
+        match self.state().0 {
+            TargetState::Failed if self.may_return_soon() => {
+                Some(FailureAtStart::Refused(StoreError::Poisoned(why)))
+            }
+            TargetState::Failed => Some(FailureAtStart::Lost(why)),
+            TargetState::Failing => Some(FailureAtStart::Refused(StoreError::Io(why))),
+            TargetState::Up | TargetState::Slow => None,
+        }
+    }
+
+    /// Takes over a failure that the first shard has found at the start of the node.
+    pub(crate) fn take_over(&self, failure: &FailureAtStart) {
+        match failure {
+            FailureAtStart::Lost(why) => self.lose(why.clone()),
+            FailureAtStart::Refused(e) => self.fail(self.store.incarnation(), e),
         }
     }
 

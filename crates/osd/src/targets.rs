@@ -146,10 +146,7 @@ impl Osd {
     /// Fails if replacing the target would lose data, unless the operator has accepted the loss.
     async fn can_replace(&self, index: u32, target: &Rc<Target>) -> wire::Result<()> {
         self.can_spare(target).await?;
-        // A pool without redundancy also uses a target that is out.
-        if target.serves_alone() {
-            self.has_no_objects_alone(index, target.uuid).await?;
-        }
+        self.has_no_objects_alone(index, target.uuid).await?;
         let TargetRecord { forgotten, given_up, .. } = self.shard.map.borrow().targets[index as usize];
         let waits = |loss: &PoolLoss| match loss.redundancy {
             Redundancy::Single => !given_up,
@@ -188,17 +185,19 @@ impl Osd {
             return Ok(());
         }
         // The osd may not have noticed a failure of the target yet. To find out, it writes the map
-        // to all targets.
+        // to all targets, and each shard sends a call to the target.
         let written = {
             let _one_at_a_time = self.map_keeper.changing.lock().await;
             let map = self.shard.map.borrow().clone();
             self.save_map(map).await
         };
-        if !target.is_usable() {
+        let pools = self.shard.each(move |shard| shard.pools_that_need_working(uuid)).await?;
+        let pools: Vec<String> = pools.into_iter().flatten().collect::<BTreeSet<_>>().into_iter().collect();
+        if pools.is_empty() {
             tracing::info!(target_uuid = %target.uuid, ?written, "the target has failed, so it may be taken out of use or replaced");
             return Ok(());
         }
-        let pools = pools.into_iter().collect::<Vec<_>>().join(", ");
+        let pools = pools.join(", ");
         Err(Error::CommandRefused(format!(
             "too few other targets are up to date in these pools: {pools}; bring missing targets back and wait until they are rebuilt"
         )))
@@ -294,10 +293,12 @@ impl Shard {
         }
     }
 
-    /// Returns a pool without redundancy of which the target has objects.
+    /// Returns a pool without redundancy of which the target has objects, if the target works. A pool
+    /// without redundancy also uses a target that is out.
     async fn pool_with_objects_alone(self: Rc<Self>, uuid: Uuid) -> wire::Result<Option<String>> {
         for pool in self.pools.all() {
-            for (pg, _) in pool.pgs.iter().zip(&pool.sole_targets).filter(|(_, sole)| sole.uuid == uuid) {
+            let is_on_it = |sole: &Target| sole.uuid == uuid && sole.serves_alone();
+            for (pg, _) in pool.pgs.iter().zip(&pool.sole_targets).filter(|(_, sole)| is_on_it(sole)) {
                 let place = ObjectLocation { pg: Rc::clone(pg), oid: ids::meta_object() };
                 if self.has_objects(&place, |_| true).await? {
                     return Ok(Some(pool.record.name.clone()));
@@ -317,6 +318,17 @@ impl Shard {
         };
         let groups = self.open_groups().into_iter().map(needs);
         join_all(groups).await.into_iter().flatten().collect()
+    }
+
+    /// Like [`Shard::pools_that_need`], but returns no pools if the target does not work. Sends a call
+    /// to the target to find this out.
+    async fn pools_that_need_working(self: Rc<Self>, uuid: Uuid) -> BTreeSet<String> {
+        let Some(target) = self.target(uuid) else { return BTreeSet::new() };
+        let patience = self.config.target_timeout;
+        if target.is_usable() && tokio::time::timeout(patience, target.fails()).await.is_err() {
+            target.overdue(&ids::node_collection(), patience);
+        }
+        if target.is_usable() { self.pools_that_need(uuid).await } else { BTreeSet::new() }
     }
 
     /// Returns whether a target is a member of any group of this shard and lacks changes of that

@@ -89,8 +89,9 @@ impl Osd {
         if std::mem::replace(seen, writes) != writes || self.shard.targets.iter().any(is_unknown) {
             self.save_age().await;
         }
-        for target in self.shard.targets.iter().filter(|target| target.went_back() == Some(true)) {
-            let uuid = target.uuid;
+        let went_back = self.shard.each(async |shard: Rc<Shard>| shard.targets_that_went_back()).await?;
+        let went_back: BTreeSet<Uuid> = went_back.into_iter().flatten().collect();
+        for uuid in went_back {
             let is_sole = self.shard.each(async move |shard: Rc<Shard>| shard.is_sole_target(uuid)).await?;
             if !is_sole.contains(&true) && self.is_up_to_date(uuid).await? {
                 tracing::info!(target_uuid = %uuid, "the target that had gone back is rebuilt");
@@ -134,7 +135,7 @@ impl Osd {
 
     /// Finishes the pending removals of pools once all targets are present.
     async fn finish_removals(&self) {
-        if self.removed_pools.borrow().is_empty() || !self.has_all_targets() {
+        if self.removed_pools.borrow().is_empty() || !self.shard.has_all_targets() {
             return;
         }
         for pool in self.removed_pools.take() {
@@ -194,6 +195,12 @@ impl Shard {
                 metrics::gauge!("outboard_osd_target_next_try_seconds", &labels).set(seconds);
             }
         }
+    }
+
+    /// Returns the targets that have gone back to an earlier state, as this shard sees them.
+    fn targets_that_went_back(&self) -> Vec<Uuid> {
+        let went_back = self.targets.iter().filter(|target| target.went_back() == Some(true));
+        went_back.map(|target| target.uuid).collect()
     }
 
     /// Returns whether a pool without redundancy uses the target.

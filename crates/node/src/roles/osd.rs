@@ -102,10 +102,19 @@ async fn serve(
     };
     let heartbeats = process.heartbeat.map(|heartbeat| (heartbeat, checkpoints.clone()));
     let mut shards = ShardThreads::start(&common, &listen, heartbeats.as_ref())?;
-    let ready = tokio::select! {
-        ready = &mut shards.ready => ready.unwrap_or_else(|_| Err(ended())),
-        ended = shards.ended.recv() => Err(ended.and_then(Result::err).unwrap_or_else(self::ended)),
-        () = signals.next() => return Ok(()),
+    let ready = loop {
+        tokio::select! {
+            biased;
+            // If a shard has failed, its error says more than that of the first shard, which only
+            // knows that the other has ended.
+            Some(ended) = shards.ended.recv() => {
+                if let Err(failure) = ended {
+                    break Err(failure);
+                }
+            }
+            ready = &mut shards.ready => break ready.unwrap_or_else(|_| Err(ended())),
+            () = signals.next() => return Ok(()),
+        }
     }?;
     role::ready(Ready {
         metrics: Some(process.metrics),

@@ -95,7 +95,9 @@ impl BulkSource for Stalled {
 #[tokio::test]
 async fn a_stalled_client_does_not_block_other_clients() {
     let node = Node::start();
-    let object = node.object().await;
+    // The first shard serves the only group.
+    let (_client, pool) = node.pool_of(1).await;
+    let object = pool.object("object").unwrap();
     let stalled = Raw::connect(&node.endpoint, None).await;
     let offer = stalled.connection.offer_source(Arc::new(Stalled)).unwrap();
     let ops = vec![Mutation::WriteFull(OpBytes::Payload)];
