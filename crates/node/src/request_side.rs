@@ -57,7 +57,7 @@ pub enum Stores {
 
 /// What all shards of an osd have in common.
 #[derive(Clone)]
-pub struct Common {
+pub struct ShardCommon {
     /// Location of the stores.
     pub stores: Stores,
     /// The configuration of the node.
@@ -72,7 +72,7 @@ pub struct Common {
     pub shards: u16,
 }
 
-impl Common {
+impl ShardCommon {
     /// Returns a shard's part of memory that the shards divide, in bytes. With several shards, it is
     /// a multiple of 4 MiB.
     fn part(&self, total: u64) -> u64 {
@@ -112,7 +112,7 @@ struct Backend {
 }
 
 impl Backend {
-    async fn open(common: &Common, number: u16) -> Result<Backend> {
+    async fn open(common: &ShardCommon, number: u16) -> Result<Backend> {
         let staging = common.part(common.config.osd.staging.0) as usize;
         match common.stores.clone() {
             Stores::Here(targets, engines) => {
@@ -131,7 +131,12 @@ impl Backend {
         }
     }
 
-    async fn join(endpoint: StoreEndpoint, common: &Common, number: u16, staging: usize) -> Result<Backend> {
+    async fn join(
+        endpoint: StoreEndpoint,
+        common: &ShardCommon,
+        number: u16,
+        staging: usize,
+    ) -> Result<Backend> {
         let config = &common.config;
         let channel = &config.channel;
         let faults = common.controls.faults().clone();
@@ -204,7 +209,7 @@ struct OpenShard {
 }
 
 /// Opens the resources of a shard.
-async fn open(common: &Common, number: u16) -> Result<OpenShard> {
+async fn open(common: &ShardCommon, number: u16) -> Result<OpenShard> {
     let config = &common.config;
     let backend = Backend::open(common, number).await?;
     let tuning = config.channel.tuning();
@@ -301,7 +306,7 @@ impl Backend {
 /// If the store has restarted with different targets. A new process must serve these targets.
 pub async fn serve(
     shard: FirstShard,
-    common: Common,
+    common: ShardCommon,
     listen: String,
     started: oneshot::Sender<Result<Ready>>,
     stop: impl Future<Output = ()>,
@@ -336,7 +341,7 @@ pub async fn serve(
 pub async fn serve_further(
     number: u16,
     shard: FurtherShard,
-    common: Common,
+    common: ShardCommon,
     stop: impl Future<Output = ()>,
 ) -> Result<()> {
     let OpenShard { backend, resources, stack } = open(&common, number).await?;

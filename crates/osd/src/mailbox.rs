@@ -19,7 +19,7 @@ use crate::task::spawn;
 type Errand = Box<dyn FnOnce(&Rc<Shard>) + Send>;
 
 /// The receiving end of a shard's errands.
-pub(crate) struct Mailbox(mpsc::UnboundedReceiver<Errand>);
+pub(crate) struct ShardMailbox(mpsc::UnboundedReceiver<Errand>);
 
 /// The sending ends of the mailboxes of all shards, by the shards' numbers.
 #[derive(Clone)]
@@ -36,13 +36,13 @@ impl From<ShardGone> for Error {
 }
 
 /// Creates the mailboxes of `shards` shards.
-pub(crate) fn mailboxes(shards: u16) -> (Addresses, Vec<Mailbox>) {
+pub(crate) fn mailboxes(shards: u16) -> (Addresses, Vec<ShardMailbox>) {
     let ends = (0..shards).map(|_| mpsc::unbounded_channel());
     let (senders, receivers): (Vec<_>, Vec<_>) = ends.unzip();
-    (Addresses(senders), receivers.into_iter().map(Mailbox).collect())
+    (Addresses(senders), receivers.into_iter().map(ShardMailbox).collect())
 }
 
-impl Mailbox {
+impl ShardMailbox {
     /// Runs the errands of other shards until the task is aborted.
     pub(crate) async fn serve(mut self, shard: Rc<Shard>) {
         while let Some(errand) = self.0.recv().await {

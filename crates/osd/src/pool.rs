@@ -9,13 +9,13 @@ use wire::{Error, PartId, placement};
 
 use crate::map::PoolRecord;
 use crate::pg::Pg;
-use crate::share::Share;
+use crate::share::GroupShare;
 use crate::target::Target;
 
 /// A shard's share of a pool in use. The lists contain the shard's own groups, in ascending order.
 pub(crate) struct ActivePool {
     pub(crate) record: PoolRecord,
-    pub(crate) share: Share,
+    pub(crate) share: GroupShare,
     pub(crate) pgs: Vec<Rc<Pg>>,
     /// Array groups behind the placement groups of a pool with redundancy; empty without
     /// redundancy.

@@ -1,4 +1,4 @@
-//! [`Presence`]: which sessions may still send requests, as every shard knows it.
+//! [`SessionPresence`]: which sessions may still send requests, as every shard knows it.
 
 use std::cell::RefCell;
 
@@ -15,7 +15,7 @@ const RETURN: Duration = Duration::from_secs(3600);
 /// A shard's copy of the table of known sessions. The first shard decides which sessions have a slot
 /// ([`SessionSlots`](crate::sessions::SessionSlots)) and changes all copies. Each change reaches the
 /// copies of all shards before the client learns of it.
-pub(crate) struct Presence {
+pub(crate) struct SessionPresence {
     known: RefCell<HashMap<SessionId, ClientPresence>>,
     generation: u64,
     started: Instant,
@@ -36,10 +36,10 @@ impl ClientPresence {
     }
 }
 
-impl Presence {
+impl SessionPresence {
     /// Creates an empty table. `generation` is the generation of this start of the osd.
-    pub(crate) fn new(generation: u64) -> Presence {
-        Presence { known: RefCell::default(), generation, started: Instant::now() }
+    pub(crate) fn new(generation: u64) -> SessionPresence {
+        SessionPresence { known: RefCell::default(), generation, started: Instant::now() }
     }
 
     /// Records that a client has opened a session.

@@ -19,11 +19,11 @@ use uuid::Uuid;
 use wire::limits::MAX_SHARDS;
 
 use crate::config::OsdConfig;
-use crate::mailbox::{Addresses, Mailbox, mailboxes};
+use crate::mailbox::{Addresses, ShardMailbox, mailboxes};
 use crate::osd::{Osd, open_node};
 use crate::serve;
 use crate::shard::{FIRST, NodeBasis, Shard, ShardEndpoint, make_targets};
-use crate::share::Share;
+use crate::share::GroupShare;
 use crate::start_error::StartError;
 use crate::task::spawn;
 
@@ -59,15 +59,15 @@ pub struct ShardResources {
 /// whole osd.
 pub struct FirstShard {
     addresses: Addresses,
-    mailbox: Mailbox,
+    mailbox: ShardMailbox,
     further: Vec<oneshot::Sender<Beginning>>,
 }
 
 /// A further shard of an osd that is about to start.
 pub struct FurtherShard {
-    share: Share,
+    share: GroupShare,
     addresses: Addresses,
-    mailbox: Mailbox,
+    mailbox: ShardMailbox,
     beginning: oneshot::Receiver<Beginning>,
 }
 
@@ -95,7 +95,12 @@ pub fn shards(count: u16) -> (FirstShard, Vec<FurtherShard>) {
     let mut further = |(number, mailbox)| {
         let (sender, beginning) = oneshot::channel();
         senders.push(sender);
-        FurtherShard { share: Share::new(number, count), addresses: addresses.clone(), mailbox, beginning }
+        FurtherShard {
+            share: GroupShare::new(number, count),
+            addresses: addresses.clone(),
+            mailbox,
+            beginning,
+        }
     };
     let rest = mailboxes.split_off(1);
     let further_shards = (1..count).zip(rest).map(&mut further).collect();
@@ -145,7 +150,7 @@ impl FirstShard {
         mailbox: &MailboxTask,
     ) -> Result<(Rc<Osd>, Box<dyn Listener>), StartError> {
         let ShardResources { config, targets, staging } = resources;
-        let share = Share::new(FIRST, self.further.len() as u16 + 1);
+        let share = GroupShare::new(FIRST, self.further.len() as u16 + 1);
         let targets = make_targets(&config, targets, &staging);
         let basis = open_node(&config, &targets).await?;
         let shard = Shard::new(config, share, self.addresses, staging, targets, basis.clone())?;
@@ -216,7 +221,7 @@ impl FurtherShard {
 struct MailboxTask(OnceCell<JoinHandle<()>>);
 
 impl MailboxTask {
-    fn start(&self, mailbox: Mailbox, shard: &Rc<Shard>) {
+    fn start(&self, mailbox: ShardMailbox, shard: &Rc<Shard>) {
         let started = self.0.set(spawn(mailbox.serve(Rc::clone(shard))));
         assert!(started.is_ok(), "a shard has one mailbox");
     }

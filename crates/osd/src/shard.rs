@@ -28,12 +28,12 @@ use crate::osd::Osd;
 use crate::pg::Pg;
 use crate::pool::{ActivePool, ObjectLocation};
 use crate::pool_table::PoolTable;
-use crate::presence::Presence;
+use crate::presence::SessionPresence;
 use crate::rebuilds::Rebuilds;
 use crate::request_count::RequestCount;
 use crate::scrubs::Scrubs;
 use crate::sessions::AttachmentNumber;
-use crate::share::Share;
+use crate::share::GroupShare;
 use crate::sole_target::SoleTarget;
 use crate::space::SpaceReclaim;
 use crate::start_error::StartError;
@@ -58,7 +58,7 @@ const SETTLING: Duration = Duration::from_secs(60);
 /// requests on these groups use. One thread owns it.
 pub(crate) struct Shard {
     pub(crate) config: OsdConfig,
-    pub(crate) share: Share,
+    pub(crate) share: GroupShare,
     pub(crate) peers: Peers,
     /// The state of the whole osd; only the first shard has it.
     osd: OnceCell<Weak<Osd>>,
@@ -74,7 +74,7 @@ pub(crate) struct Shard {
     /// Pools that are being removed, by their numbers.
     pub(crate) removing: RefCell<BTreeMap<u32, Rc<ActivePool>>>,
     pub(crate) clients: Clients,
-    pub(crate) presence: Presence,
+    pub(crate) presence: SessionPresence,
     endpoint: OnceCell<ShardEndpoint>,
     pub(crate) in_flight: InFlight,
     pub(crate) requests: RequestCount,
@@ -154,7 +154,7 @@ impl Shard {
     /// stores of the node's targets.
     pub(crate) fn new(
         config: OsdConfig,
-        share: Share,
+        share: GroupShare,
         addresses: Addresses,
         staging: BufferPool,
         mut targets: Vec<Rc<Target>>,
@@ -190,7 +190,7 @@ impl Shard {
             prepared: PoolTable::default(),
             removing: RefCell::default(),
             clients: Clients::default(),
-            presence: Presence::new(age.generation()),
+            presence: SessionPresence::new(age.generation()),
             endpoint: OnceCell::new(),
             in_flight: InFlight::default(),
             requests: RequestCount::default(),
@@ -424,7 +424,7 @@ impl Shard {
 }
 
 /// Returns a shard's share of a rate limit, in bytes per second; 0 for no limit.
-pub(crate) fn share_of_rate(rate: u64, share: Share) -> u64 {
+pub(crate) fn share_of_rate(rate: u64, share: GroupShare) -> u64 {
     rate.div_ceil(u64::from(share.shards()))
 }
 

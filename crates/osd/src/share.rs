@@ -1,20 +1,20 @@
-//! [`Share`]: the placement groups of one shard.
+//! [`GroupShare`]: the placement groups of one shard.
 
 use wire::placement;
 
 /// The share of one shard in the placement groups of each pool: every group whose number modulo the
 /// number of shards is the shard's number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Share {
+pub(crate) struct GroupShare {
     shard: u16,
     shards: u16,
 }
 
-impl Share {
+impl GroupShare {
     /// Returns the share of shard number `shard` of an osd with `shards` shards.
-    pub(crate) fn new(shard: u16, shards: u16) -> Share {
+    pub(crate) fn new(shard: u16, shards: u16) -> GroupShare {
         assert!(shard < shards, "the shards are numbered from 0");
-        Share { shard, shards }
+        GroupShare { shard, shards }
     }
 
     /// Returns the number of the shard.
@@ -50,9 +50,10 @@ mod tests {
     #[test]
     fn every_group_belongs_to_exactly_one_shard() {
         for shards in 1..=9 {
-            let all: Vec<Share> = (0..shards).map(|shard| Share::new(shard, shards)).collect();
+            let all: Vec<GroupShare> = (0..shards).map(|shard| GroupShare::new(shard, shards)).collect();
             for group in 0..32 {
-                let owners: Vec<&Share> = all.iter().filter(|share| share.index(group).is_some()).collect();
+                let owners: Vec<&GroupShare> =
+                    all.iter().filter(|share| share.index(group).is_some()).collect();
                 assert_eq!(owners.len(), 1);
                 assert_eq!(owners[0].shard(), owners[0].owner(group));
             }

@@ -114,7 +114,7 @@ struct WitnessState {
     /// Number of changes that are stored.
     stored: u64,
     /// Counter of the last write, which may have failed.
-    counter: u64,
+    last_counter: u64,
     /// Counter of the last write that has succeeded.
     durable: u64,
 }
@@ -140,8 +140,13 @@ impl NodeWitness {
         });
         let content = content.unwrap_or_default();
         let counter = content.counter;
-        let state =
-            WitnessState { knowledge: content.into(), changes: 0, stored: 0, counter, durable: counter };
+        let state = WitnessState {
+            knowledge: content.into(),
+            changes: 0,
+            stored: 0,
+            last_counter: counter,
+            durable: counter,
+        };
         Ok(NodeWitness { storage, state: std::sync::Mutex::new(state), writing: Mutex::default() })
     }
 
@@ -171,15 +176,15 @@ impl NodeWitness {
     pub(crate) fn check(&self, node: Uuid, counter: u64) {
         let mut state = self.lock();
         let is_empty = state.knowledge == Knowledge::default();
-        if state.knowledge.node == node && state.counter >= counter {
+        if state.knowledge.node == node && state.last_counter >= counter {
             return;
         }
         if !is_empty {
-            let (own, found) = (state.counter, state.knowledge.node);
+            let (own, found) = (state.last_counter, state.knowledge.node);
             tracing::error!(%node, found = %found, own, expected = counter, "the witness belongs to another node or is an old copy, and counts as lost");
         }
         state.knowledge = Knowledge { node, ..Knowledge::default() };
-        state.counter = state.counter.max(counter);
+        state.last_counter = state.last_counter.max(counter);
         state.changes += 1;
     }
 
@@ -263,9 +268,9 @@ impl NodeWitness {
                 state.stored = state.changes;
                 return Ok(());
             };
-            state.counter += 1;
-            let content = StoredWitness::new(&state.knowledge, state.counter);
-            (storage, content, state.changes, state.counter)
+            state.last_counter += 1;
+            let content = StoredWitness::new(&state.knowledge, state.last_counter);
+            (storage, content, state.changes, state.last_counter)
         };
         storage.0.replace(content.encode()).await.map_err(|e| {
             tracing::error!(error = %e, "the witness cannot be stored; placement groups whose members change wait");

@@ -22,7 +22,7 @@ use crate::cpus::{ChannelSide, Cpus};
 use crate::failure::{Doing, Failure, Result};
 use crate::identity::ExpectedNode;
 use crate::remount;
-use crate::request_side::{self, Common, Stores};
+use crate::request_side::{self, ShardCommon, Stores};
 use crate::role::{self, RoleArgs, RoleProcess, StopSignals};
 use crate::state::Role;
 use crate::store_address::StoreAddress;
@@ -92,7 +92,7 @@ async fn serve(
     };
     let listen = listen.unwrap_or_else(|| config.listen.clone());
     let checkpoints = targets::checkpoints(&mounted);
-    let common = Common {
+    let common = ShardCommon {
         stores,
         config: Arc::new(process.config),
         controls: process.controls,
@@ -162,7 +162,7 @@ struct ShardThreads {
 
 impl ShardThreads {
     fn start(
-        common: &Common,
+        common: &ShardCommon,
         listen: &str,
         heartbeats: Option<&(Heartbeat, Checkpoints)>,
     ) -> Result<ShardThreads> {

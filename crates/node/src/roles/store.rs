@@ -67,7 +67,6 @@ async fn serve(process: RoleProcess, paths: TargetPaths, socket: StoreAddress) -
         faults: faults.clone(),
         engines: Some(engines),
         poll: Duration::from_micros(channel.host_poll_us),
-        ..defaults
     };
     let checkpoints = targets::checkpoints(&mounted);
     let (heartbeat, watched) = (process.heartbeat, checkpoints.clone());

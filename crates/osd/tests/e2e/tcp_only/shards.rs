@@ -38,7 +38,8 @@ async fn objects_and_listings_survive_restarts_with_other_numbers_of_shards() {
         let mut names: Vec<String> = expected.iter().map(|(name, _)| name.clone()).collect();
         let listed = client.pool("pool").unwrap().list("").collect().await.unwrap();
         let mut listed: Vec<String> = listed.iter().map(|name| name.object().to_owned()).collect();
-        (names.sort(), listed.sort());
+        names.sort();
+        listed.sort();
         assert_eq!(listed, names);
         node.restart();
     }
