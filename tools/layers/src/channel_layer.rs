@@ -8,6 +8,7 @@ use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use base::block::{BLOCK_SIZE, Payload, ZERO_BLOCK_CRC};
@@ -98,7 +99,7 @@ pub fn run(args: &ChannelLayerArgs) -> Result<()> {
 fn serve(store: ServedStore, socket: &Path) -> Result<()> {
     let store: Arc<dyn ObjectStore> = match store {
         ServedStore::Mem => Arc::new(MemStore::new()),
-        ServedStore::Null => Arc::new(NullStore),
+        ServedStore::Null => Arc::new(NullStore::default()),
     };
     let listener = StoreListener::unix(socket).doing("listening for the osd")?;
     let _server = Server::serve(
@@ -393,7 +394,11 @@ fn memcpy(time: Duration) -> Result<()> {
 
 /// A store that accepts all requests and stores nothing. Reads return zeros, so that the data
 /// matches its checksums.
-struct NullStore;
+#[derive(Default)]
+struct NullStore {
+    /// Number of stages that were allocated.
+    stages: AtomicU64,
+}
 
 impl Submit for NullStore {
     type Reply = StoreFuture;
@@ -401,7 +406,7 @@ impl Submit for NullStore {
     fn submit(&self, request: StoreRequest) -> StoreFuture {
         static ZEROS: [u8; MIB4] = [0; MIB4];
         ready(Ok(match request {
-            StoreRequest::Stage { .. } => StageId(1).into(),
+            StoreRequest::Stage { .. } => StageId(self.stages.fetch_add(1, Ordering::Relaxed) + 1).into(),
             StoreRequest::Read { offset, len, dest, .. } => {
                 let zeros = &ZEROS[..len as usize];
                 let data = match dest {

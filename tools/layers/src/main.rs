@@ -5,6 +5,7 @@
 //! | `rpc` | messenger, between two processes |
 //! | `connections` | messenger: many connections beside one connection |
 //! | `osd` | client and osd over TCP, on a store in memory |
+//! | `shards` | osds with several shards, each on a store in memory |
 //! | `channel` | `ProxyStore`, channel and DMA engine, on a store in memory |
 //! | `dma` | the DMA engines alone |
 //! | `store` | `BlockStore` on a drive or a file |
@@ -23,6 +24,7 @@ mod ec_layer;
 mod osd_layer;
 mod output;
 mod rpc;
+mod shards_layer;
 mod store_layer;
 
 use std::process::ExitCode;
@@ -48,6 +50,7 @@ enum Layer {
     Rpc(rpc::RpcArgs),
     Connections(connections::ConnectionsArgs),
     Osd(osd_layer::OsdLayerArgs),
+    Shards(shards_layer::ShardsArgs),
     Channel(channel_layer::ChannelLayerArgs),
     Dma(dma_layer::DmaLayerArgs),
     Store(store_layer::StoreLayerArgs),
@@ -68,6 +71,7 @@ fn main() -> ExitCode {
         Layer::Rpc(args) => rpc::run(args),
         Layer::Connections(args) => connections::run(&args),
         Layer::Osd(args) => osd_layer::run(&args),
+        Layer::Shards(args) => shards_layer::run(&args),
         Layer::Channel(args) => channel_layer::run(&args),
         Layer::Dma(args) => dma_layer::run(&args),
         Layer::Store(args) => store_layer::run(&args),

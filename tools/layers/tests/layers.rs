@@ -150,3 +150,16 @@ fn the_ec_command_prints_the_ratio_of_the_paper_for_the_accelerator() {
     assert!(row.split_whitespace().any(|field| field == "13.3"), "{row}");
     assert!(text.contains("16 files of 8388608 bytes submitted together"), "{text}");
 }
+
+#[test]
+fn the_shards_command_compares_osds_with_different_numbers_of_shards() {
+    let text = ok(&["shards", "--shards", "1,3", "--clients", "1", "--rounds", "1", "--seconds", "0.2"]);
+    for (line, shards) in text.lines().skip(2).zip(["1", "3"]) {
+        let fields: Vec<&str> = line.split_whitespace().collect();
+        assert_eq!(fields[0], shards, "{text}");
+        assert!(fields[1].parse::<f64>().unwrap() > 0.0, "{text}");
+        let messages: f64 = fields.last().unwrap().parse().unwrap();
+        assert!(messages <= 0.1, "the data path sends no messages between shards: {text}");
+    }
+    assert_eq!(text.lines().count(), 4, "{text}");
+}
