@@ -64,19 +64,13 @@ impl Clients {
             .map(|attachment| attachment.number)
     }
 
-    /// Attaches a session to a connection. From then on, the shard refuses the session's requests on
-    /// an earlier connection. Returns `false` if the connection has ended meanwhile.
-    pub(crate) fn attach(&self, session: SessionId, attachment: SessionAttachment) -> bool {
+    /// Attaches a session to a connection, which waits for this and therefore stays in the table. From
+    /// then on, the shard refuses the session's requests on an earlier connection.
+    pub(crate) fn attach(&self, session: SessionId, attachment: SessionAttachment) {
         let mut table = self.0.borrow_mut();
-        let is_open = table.open.contains_key(&attachment.connection);
         let number = attachment.number;
-        let earlier = if is_open {
-            table.attached.insert(session, attachment)
-        } else {
-            table.attached.remove(&session)
-        };
+        let earlier = table.attached.insert(session, attachment);
         assert!(earlier.is_none_or(|earlier| earlier.number < number), "attachments have growing numbers");
-        is_open
     }
 
     /// Ends the session's attachment on this shard, unless it is newer than `newest`. Returns it.

@@ -129,9 +129,13 @@ impl Shard {
         let (done, result) = oneshot::channel();
         let errand = move |shard: &Rc<Shard>| {
             let shard = Rc::clone(shard);
-            let reply = counted_reply(Rc::clone(&shard), done);
-            let running = task(shard);
-            drop(spawn(async move { reply(running.await) }));
+            let running = task(Rc::clone(&shard));
+            spawn(async move {
+                let result = running.await;
+                shard.peers.count();
+                // The caller may have been cancelled; ignore the error.
+                let _ = done.send(result);
+            });
         };
         self.peers.send(shard, Box::new(errand))?;
         result.await.map_err(|_| ShardGone)
@@ -146,14 +150,5 @@ impl Shard {
         task: impl FnOnce(Rc<Shard>) -> F + Clone + Send + 'static,
     ) -> Result<Vec<T>, ShardGone> {
         try_join_all((0..self.share.shards()).map(|shard| self.on(shard, task.clone()))).await
-    }
-}
-
-/// Returns a function that sends the result of a task to the shard that has asked for it.
-fn counted_reply<T>(shard: Rc<Shard>, done: oneshot::Sender<T>) -> impl FnOnce(T) {
-    move |result| {
-        shard.peers.count();
-        // The caller may have been cancelled; ignore the error.
-        let _ = done.send(result);
     }
 }

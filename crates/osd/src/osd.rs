@@ -83,10 +83,8 @@ impl Osd {
             }
             shard.presence.opened(id);
             if shard.share.shard() == on {
-                let attachment = SessionAttachment { number, connection, room: Arc::clone(&room) };
-                if !shard.clients.attach(id, attachment) {
-                    shard.tell_first(move |osd| osd.session_left(id, on, number));
-                }
+                let room = Arc::clone(&room);
+                shard.clients.attach(id, SessionAttachment { number, connection, room });
             }
         });
         known.await?;
