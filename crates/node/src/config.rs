@@ -292,9 +292,9 @@ pub struct OsdSection {
     /// Maximum number of requests of one client that are executed at a time: 1 to 4096.
     #[config(default = 256, validate((1..=4096).contains(requests_per_connection), "must be 1 to 4096"))]
     pub requests_per_connection: usize,
-    /// Maximum number of client connections: 1 to 65536; fewer if the limit on open files is low.
-    /// At the limit, a new connection replaces the longest-silent connection of an address with
-    /// more than its fair share.
+    /// Maximum number of sessions, and of client connections to each shard: 1 to 65536; fewer
+    /// connections if the limit on open files is low. At the limit, a new connection replaces the
+    /// longest-silent connection of an address with more than its fair share.
     #[config(default = 4096, validate((1..=65_536).contains(sessions), "must be 1 to 65536"))]
     pub sessions: usize,
     /// Maximum number of connections whose handshake is incomplete: 1 to 65536; fewer if the limit
