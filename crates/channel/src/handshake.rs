@@ -193,6 +193,29 @@ pub enum Socket {
     Sim(crate::sim::SimControlStream),
 }
 
+/// A connected stream on its way to another thread.
+#[derive(Debug)]
+pub struct DetachedSocket(DetachedKind);
+
+#[derive(Debug)]
+enum DetachedKind {
+    Unix(std::os::unix::net::UnixStream),
+    Tcp(std::net::TcpStream),
+}
+
+impl DetachedSocket {
+    /// Attaches the stream to the event loop of the calling task.
+    ///
+    /// # Errors
+    /// Fails if the event loop cannot poll the stream.
+    pub fn attach(self) -> io::Result<Socket> {
+        Ok(match self.0 {
+            DetachedKind::Unix(stream) => Socket::Unix(UnixStream::from_std(stream)?),
+            DetachedKind::Tcp(stream) => Socket::Tcp(TcpStream::from_std(stream)?),
+        })
+    }
+}
+
 /// What a control socket can carry beside bytes.
 #[derive(Debug, Clone)]
 pub struct Carrier(CarrierKind);
@@ -265,6 +288,19 @@ impl Socket {
         sockopt::set_tcp_keepcnt(&stream, 3)?;
         sockopt::set_tcp_user_timeout(&stream, UNACKNOWLEDGED.as_millis() as u32)?;
         Ok(Socket::Tcp(stream))
+    }
+
+    /// Detaches the stream from its event loop, so that another loop can serve it.
+    ///
+    /// # Errors
+    /// Fails if the operating system refuses, or if the connection is simulated.
+    pub fn detach(self) -> io::Result<DetachedSocket> {
+        Ok(DetachedSocket(match self {
+            Socket::Unix(stream) => DetachedKind::Unix(stream.into_std()?),
+            Socket::Tcp(stream) => DetachedKind::Tcp(stream.into_std()?),
+            #[cfg(feature = "sim")]
+            Socket::Sim(_) => return Err(io::Error::other("a simulated connection stays at its loop")),
+        }))
     }
 
     /// What the socket can carry beside bytes.

@@ -37,8 +37,8 @@ pub use doorbell::{Doorbell, Ringer};
 pub use error::{ChannelError, Result};
 pub use frame::{ChannelEntry, EntryHeader, EntryKind, HEADER_LEN, REFUSE, VERIFY};
 pub use handshake::{
-    Carrier, ChannelHello, ChannelWelcome, HostDoorbells, MemoryAccess, MemoryAnswer, MemoryFds,
-    MemoryRequest, Reach, Socket, TargetInfo, VERSION, accept, join,
+    Carrier, ChannelHello, ChannelWelcome, DetachedSocket, HostDoorbells, MemoryAccess, MemoryAnswer,
+    MemoryFds, MemoryRequest, Reach, Socket, TargetInfo, VERSION, accept, join,
 };
 pub use memory::{DpuMemory, HostMemory, MemoryLayout, MemoryOptions};
 pub use seat::{MAX_SEATS, SeatClaim};

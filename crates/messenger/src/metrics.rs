@@ -1,4 +1,5 @@
-//! The metrics of connections. All connections of a process share them.
+//! The metrics of connections. All connections of a process share them, or all connections of a shard
+//! if the process's recorder distinguishes shards.
 
 use metrics::{Counter, Gauge, counter, gauge};
 
@@ -12,6 +13,8 @@ pub(crate) struct ConnectionMetrics {
     pub(crate) sent_messages: Counter,
     /// Messages received.
     pub(crate) received_messages: Counter,
+    /// Received bytes that were copied.
+    pub(crate) copied_bytes: Counter,
     /// Pulls begun by this side.
     pub(crate) pulls: Counter,
     /// Pulls and pushes that this side or the peer refused.
@@ -33,6 +36,7 @@ impl ConnectionMetrics {
             received_bytes: counter!("outboard_messenger_received_bytes"),
             sent_messages: counter!("outboard_messenger_sent_messages"),
             received_messages: counter!("outboard_messenger_received_messages"),
+            copied_bytes: counter!("outboard_messenger_copied_bytes"),
             pulls: counter!("outboard_messenger_pulls"),
             refusals: counter!("outboard_messenger_refusals"),
             resumes: counter!("outboard_messenger_resumes"),

@@ -14,7 +14,7 @@ use messenger::{ReceiveQueueKind, StackChoice, StackOptions};
 use serde::Deserialize;
 use wire::{CodingMode, CodingOffload, Placement};
 
-use super::cpus::{Cpus, ShardCount};
+use super::cpus::{Cpus, ThreadCount};
 use super::debug::ChannelTuning;
 use super::machine_memory::machine_memory;
 use super::units::{ByteSize, MemoryAmount, OutOfRange, Period};
@@ -77,6 +77,11 @@ pub struct StoreSection {
     /// use), "any", or a list such as "2,4-7".
     #[config(default = "auto")]
     pub cpus: Cpus,
+    /// Number of event loops of a store that serves an osd in another process: threads that divide
+    /// targets and attachments among them. "auto" (one for every four CPUs of the store, at most one
+    /// per target and at most 16), or 1 to 64.
+    #[config(default = "auto")]
+    pub loops: ThreadCount,
     /// Memory for cached pages and values of the index, for all targets together: a size, or a
     /// percentage of the machine's memory, such as "12%". If the process's cgroup or one of its
     /// parents has a memory limit below the machine's memory, the percentage refers to the limit.
@@ -243,7 +248,7 @@ pub struct OsdSection {
     /// among them. "auto" (one for each CPU of an osd that emulates or runs on a DPU, at most 16), or
     /// 1 to 64. Shard n listens to the port of `listen` plus n.
     #[config(default = "auto")]
-    pub shards: ShardCount,
+    pub shards: ThreadCount,
     /// Memory for the data of reads, and of writes that the osd pulls from clients. When this memory
     /// is used up, these requests wait. At least 8MiB, a multiple of 4MiB. Writes of up to 256KiB
     /// contain their data and use other memory: per connection, up to 256KiB for each of the
@@ -302,6 +307,14 @@ pub struct OsdSection {
     /// the oldest handshake of an address with more than its fair share.
     #[config(default = 256, validate((1..=65_536).contains(handshakes), "must be 1 to 65536"))]
     pub handshakes: usize,
+}
+
+impl OsdSection {
+    /// Returns the number of shards of an osd of this process that emulates a DPU; 1 if the operating
+    /// system does not report the CPUs.
+    pub fn shards(&self) -> u16 {
+        self.shards.shards(self.cpus).unwrap_or(1)
+    }
 }
 
 /// Configuration keys of section `coding`.

@@ -8,6 +8,13 @@ use wire::limits::MAX_SHARDS;
 const MAX_CPUS: usize = CpuSet::MAX_CPU;
 /// Maximum number of CPUs of an emulated DPU. A BlueField-3 has this number of cores.
 const MAX_DPU: usize = 16;
+/// Maximum of [`ThreadCount`].
+const MAX_THREADS: u16 = MAX_SHARDS;
+/// Maximum number of threads that [`ThreadCount::Auto`] yields.
+const MAX_AUTO: usize = MAX_DPU;
+/// Number of CPUs of the host for which "auto" yields one event loop of the store. The store leaves
+/// most of the host to other programs.
+const CPUS_PER_LOOP: usize = 4;
 
 /// CPUs for a process: "auto", "any", or a list like "2,4-7".
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
@@ -22,53 +29,64 @@ pub enum Cpus {
     These(CpuSet),
 }
 
-/// Number of shards of an osd: "auto" or a number.
+/// Number of threads that divide a work: "auto" or a number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
-#[serde(try_from = "ShardCountText")]
-pub enum ShardCount {
-    /// One for each CPU of the DPU's side, at most 16.
+#[serde(try_from = "ThreadCountText")]
+pub enum ThreadCount {
+    /// A number that depends on the CPUs of the process's side.
     Auto,
-    /// This number, 1 to [`MAX_SHARDS`].
+    /// This number, 1 to [`MAX_THREADS`].
     Fixed(u16),
 }
 
-/// A number of shards as written in the configuration.
+/// A number of threads as written in the configuration.
 #[derive(Deserialize)]
 #[serde(untagged)]
-enum ShardCountText {
+enum ThreadCountText {
     Number(u64),
     Text(String),
 }
 
-impl TryFrom<ShardCountText> for ShardCount {
+impl TryFrom<ThreadCountText> for ThreadCount {
     type Error = String;
 
-    fn try_from(text: ShardCountText) -> Result<ShardCount, String> {
+    fn try_from(text: ThreadCountText) -> Result<ThreadCount, String> {
         let number = match &text {
-            ShardCountText::Text(text) if text == "auto" => return Ok(ShardCount::Auto),
-            ShardCountText::Text(text) => text.parse().ok(),
-            ShardCountText::Number(number) => Some(*number),
+            ThreadCountText::Text(text) if text == "auto" => return Ok(ThreadCount::Auto),
+            ThreadCountText::Text(text) => text.parse().ok(),
+            ThreadCountText::Number(number) => Some(*number),
         };
         let number = number.and_then(|number| u16::try_from(number).ok());
-        let number = number.filter(|number| (1..=MAX_SHARDS).contains(number));
-        number.map(ShardCount::Fixed).ok_or_else(|| format!("must be \"auto\" or 1 to {MAX_SHARDS}"))
+        let number = number.filter(|number| (1..=MAX_THREADS).contains(number));
+        number.map(ThreadCount::Fixed).ok_or_else(|| format!("must be \"auto\" or 1 to {MAX_THREADS}"))
     }
 }
 
-impl ShardCount {
-    /// Returns the number of shards. `cpus` are the CPUs of the osd: [`ShardCount::Auto`] counts those
-    /// of the DPU's side. Call this before the process is restricted to the CPUs.
+impl ThreadCount {
+    /// Returns the number of shards of an osd that is restricted to `cpus`. [`ThreadCount::Auto`] is
+    /// one for each CPU, at most 16. Call this before the process is restricted to the CPUs.
     ///
     /// # Errors
     /// If the operating system does not report which CPUs the calling thread may use.
-    pub fn resolve(self, cpus: Cpus) -> std::io::Result<u16> {
-        let set = match (self, cpus) {
-            (ShardCount::Fixed(number), _) => return Ok(number),
-            (ShardCount::Auto, Cpus::These(set)) => set,
-            (ShardCount::Auto, Cpus::Any) => sched_getaffinity(None)?,
-            (ShardCount::Auto, Cpus::Auto) => of_side(ChannelSide::Dpu, &sched_getaffinity(None)?),
-        };
-        Ok((set.count() as usize).clamp(1, MAX_DPU) as u16)
+    pub fn shards(self, cpus: Cpus) -> std::io::Result<u16> {
+        self.resolve(|| Ok(cpus.count(ChannelSide::Dpu)?.min(MAX_AUTO)))
+    }
+
+    /// Returns the number of event loops of a store that is restricted to `cpus` and serves this number
+    /// of targets. [`ThreadCount::Auto`] is one for every four CPUs, at most one per target and at most
+    /// 16. Call this before the process is restricted to the CPUs.
+    ///
+    /// # Errors
+    /// If the operating system does not report which CPUs the calling thread may use.
+    pub fn loops(self, cpus: Cpus, targets: usize) -> std::io::Result<u16> {
+        self.resolve(|| Ok((cpus.count(ChannelSide::Host)? / CPUS_PER_LOOP).min(targets).min(MAX_AUTO)))
+    }
+
+    fn resolve(self, auto: impl FnOnce() -> std::io::Result<usize>) -> std::io::Result<u16> {
+        match self {
+            ThreadCount::Fixed(number) => Ok(number),
+            ThreadCount::Auto => Ok(auto()?.clamp(1, MAX_THREADS.into()) as u16),
+        }
     }
 }
 
@@ -131,6 +149,16 @@ impl Cpus {
 }
 
 impl Cpus {
+    /// Returns the number of CPUs of a process of `side` that [applies](Self::apply) `self`.
+    fn count(self, side: ChannelSide) -> std::io::Result<usize> {
+        let set = match self {
+            Cpus::These(set) => set,
+            Cpus::Any => sched_getaffinity(None)?,
+            Cpus::Auto => of_side(side, &sched_getaffinity(None)?),
+        };
+        Ok(set.count() as usize)
+    }
+
     /// Calls `body` with the calling thread restricted to these CPUs. Threads that `body` starts
     /// stay restricted; the calling thread's restriction ends with the call.
     ///
@@ -194,18 +222,30 @@ mod tests {
     }
 
     #[test]
-    fn the_number_of_shards_is_auto_or_a_number_in_range() {
-        let parse = |text: &str| toml::from_str::<std::collections::BTreeMap<String, ShardCount>>(text);
+    fn the_number_of_threads_is_auto_or_a_number_in_range() {
+        let parse = |text: &str| toml::from_str::<std::collections::BTreeMap<String, ThreadCount>>(text);
         let shards = |text: &str| parse(text).unwrap()["shards"];
-        assert_eq!(shards("shards = 4"), ShardCount::Fixed(4));
-        assert_eq!(shards("shards = \"64\""), ShardCount::Fixed(64));
-        assert_eq!(shards("shards = \"auto\""), ShardCount::Auto);
+        assert_eq!(shards("shards = 4"), ThreadCount::Fixed(4));
+        assert_eq!(shards("shards = \"64\""), ThreadCount::Fixed(64));
+        assert_eq!(shards("shards = \"auto\""), ThreadCount::Auto);
         for text in ["0", "65", "-1", "\"many\"", "\"\""] {
             assert!(parse(&format!("shards = {text}")).is_err(), "{text}");
         }
-        let Cpus::These(set) = Cpus::try_from("0-2".to_owned()).unwrap() else { panic!("a list") };
-        assert_eq!(ShardCount::Auto.resolve(Cpus::These(set)).unwrap(), 3);
-        assert_eq!(ShardCount::Fixed(5).resolve(Cpus::Any).unwrap(), 5);
+    }
+
+    #[test]
+    fn auto_follows_the_cpus_of_the_side() {
+        let cpus = |list: &str| Cpus::try_from(list.to_owned()).unwrap();
+        for (list, shards) in [("0", 1), ("0-2", 3), ("0-15", 16), ("0-63", 16)] {
+            assert_eq!(ThreadCount::Auto.shards(cpus(list)).unwrap(), shards, "{list}");
+        }
+        for (list, targets, loops) in
+            [("0", 9, 1), ("0-7", 1, 1), ("0-7", 9, 2), ("0-63", 9, 9), ("0-127", 99, 16), ("0-7", 0, 1)]
+        {
+            assert_eq!(ThreadCount::Auto.loops(cpus(list), targets).unwrap(), loops, "{list}, {targets}");
+        }
+        assert_eq!(ThreadCount::Fixed(5).shards(Cpus::Any).unwrap(), 5);
+        assert_eq!(ThreadCount::Fixed(5).loops(Cpus::Any, 1).unwrap(), 5);
     }
 
     #[test]

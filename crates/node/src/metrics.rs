@@ -5,6 +5,8 @@
 //! of connections, a new connection replaces the oldest connection of an address with more than its
 //! fair share. Silent peers therefore cannot keep a scraper out.
 
+use std::borrow::Cow;
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -14,6 +16,7 @@ use base::budget::Budget;
 use base::clock::Instant;
 use base::process::ProcessUsage;
 use base::thread::ThreadClass;
+use metrics::{Counter, Gauge, Histogram, Key, KeyName, Label, Metadata, Recorder, SharedString, Unit};
 use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle};
 use rustix::event::{PollFd, PollFlags, Timespec};
 
@@ -44,14 +47,66 @@ pub fn serve(listen: &str) -> io::Result<String> {
     let address = listener.local_addr()?.to_string();
     let recorder = PrometheusBuilder::new().build_recorder();
     let handle = recorder.handle();
-    metrics::set_global_recorder(recorder).map_err(io::Error::other)?;
+    metrics::set_global_recorder(ByShard(recorder)).map_err(io::Error::other)?;
     describe();
     base::thread::spawn(ThreadClass::Admin, "metrics", move || MetricsServer::new(listener, handle).run())?;
     Ok(address)
 }
 
+thread_local! {
+    static SHARD: Cell<Option<u16>> = const { Cell::new(None) };
+}
+
+/// Declares that the calling thread runs a shard. From then on, metrics that this thread registers have
+/// the label `shard`.
+pub fn label_thread(shard: u16) {
+    SHARD.set(Some(shard));
+}
+
+/// Adds the label `shard` to the metrics of a shard's thread. Without it, all shards would share the
+/// counters of the process, and each increment would move a cache line between their CPUs. A gauge
+/// would show the value of the shard that has set it last.
+struct ByShard<R>(R);
+
+impl<R> ByShard<R> {
+    fn labelled(key: &Key) -> Cow<'_, Key> {
+        match SHARD.get() {
+            Some(shard) if key.labels().all(|label| label.key() != "shard") => {
+                Cow::Owned(key.with_extra_labels(vec![Label::new("shard", shard.to_string())]))
+            }
+            _ => Cow::Borrowed(key),
+        }
+    }
+}
+
+impl<R: Recorder> Recorder for ByShard<R> {
+    fn describe_counter(&self, key: KeyName, unit: Option<Unit>, description: SharedString) {
+        self.0.describe_counter(key, unit, description);
+    }
+
+    fn describe_gauge(&self, key: KeyName, unit: Option<Unit>, description: SharedString) {
+        self.0.describe_gauge(key, unit, description);
+    }
+
+    fn describe_histogram(&self, key: KeyName, unit: Option<Unit>, description: SharedString) {
+        self.0.describe_histogram(key, unit, description);
+    }
+
+    fn register_counter(&self, key: &Key, metadata: &Metadata<'_>) -> Counter {
+        self.0.register_counter(&Self::labelled(key), metadata)
+    }
+
+    fn register_gauge(&self, key: &Key, metadata: &Metadata<'_>) -> Gauge {
+        self.0.register_gauge(&Self::labelled(key), metadata)
+    }
+
+    fn register_histogram(&self, key: &Key, metadata: &Metadata<'_>) -> Histogram {
+        self.0.register_histogram(&Self::labelled(key), metadata)
+    }
+}
+
 fn describe() {
-    use metrics::{Unit, describe_counter, describe_gauge};
+    use metrics::{describe_counter, describe_gauge};
     describe_gauge!(
         "outboard_process_cpu_seconds",
         Unit::Seconds,
@@ -349,13 +404,25 @@ mod tests {
         let address = serve("127.0.0.1:0").unwrap();
         silent_connections_do_not_keep_a_scraper_out(&address);
         metrics::counter!("outboard_test_things").increment(3);
+        let of_shard = || {
+            label_thread(7);
+            metrics::counter!("outboard_test_things").increment(4);
+            metrics::gauge!("outboard_test_level", "shard" => "own").set(5.0);
+        };
+        std::thread::spawn(of_shard).join().unwrap();
         assert!(ask(&address, "POST / HTTP/1.1\r\n\r\n").starts_with("HTTP/1.1 405"));
         assert!(ask(&address, "GET /secret HTTP/1.1\r\n\r\n").starts_with("HTTP/1.1 404"));
         ask(&address, &"x".repeat(2 * REQUEST_BYTES));
         drop(TcpStream::connect(&address).unwrap());
         let page = ask(&address, "GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n");
         assert!(page.starts_with("HTTP/1.1 200 OK\r\n"), "{page}");
-        assert!(page.contains("outboard_test_things 3"), "{page}");
+        for line in [
+            "outboard_test_things 3",
+            "outboard_test_things{shard=\"7\"} 4",
+            "outboard_test_level{shard=\"own\"} 5",
+        ] {
+            assert!(page.lines().any(|of_page| of_page == line), "{line}: {page}");
+        }
         assert!(page.contains("outboard_process_cpu_seconds{class=\"admin\"}"), "{page}");
         for gauge in ["peak_resident_bytes", "open_fds", "max_fds"] {
             assert!(page.contains(&format!("outboard_process_{gauge}")), "{gauge}: {page}");

@@ -113,8 +113,8 @@ impl Plan {
             let listen = match config_file::is_set("listen", "", &env) {
                 true => from_env.listen,
                 false => {
-                    let (address, claimed) =
-                        port::choose().map_err(|e| not_listening("127.0.0.1", "clients", &e, "--listen"))?;
+                    let (address, claimed) = port::choose(from_env.osd.shards())
+                        .map_err(|e| not_listening("127.0.0.1", "clients", &e, "--listen"))?;
                     claim = Some(claimed);
                     address.to_string()
                 }
@@ -142,6 +142,16 @@ impl Plan {
             port::check(address).map_err(|e| not_listening(address, what, &e, remedy))
         };
         let mut listening = vec![check(listen, "clients", "--listen")?];
+        for shard in 1..self.config.osd.shards() {
+            // A name in place of an IP address is checked when the osd starts.
+            if let Ok(address) = nth_port(listen, shard) {
+                listening.push(check(
+                    &address,
+                    "clients of a further shard",
+                    "--listen, or fewer osd.shards",
+                )?);
+            }
+        }
         let metrics = &self.config.metrics.listen;
         for process in 0..=2 {
             let address = nth_port(metrics, process).map_err(|why| PlanError::Listen {

@@ -1,8 +1,9 @@
-//! The port that clients connect to. A node chooses it at its first start and records it in its
-//! configuration.
+//! The ports that clients connect to: one per shard, one after the other. A node chooses the first of
+//! them at its first start and records it in its configuration.
 
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
+use std::ops::RangeInclusive;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr as UnixAddr, UnixDatagram};
 
@@ -13,32 +14,43 @@ const DEFAULT_PORT: u16 = 7400;
 /// therefore usually finds its port free when it starts again.
 const LAST_PORT: u16 = 7499;
 
-/// A reservation that keeps other starting nodes from choosing a port, until it is dropped.
+/// Returns the ports of `shards` shards, of which the first is `first`; `None` if there are not enough
+/// ports after `first`.
+fn ports(first: u16, shards: u16) -> Option<RangeInclusive<u16>> {
+    Some(first..=first.checked_add(shards.max(1) - 1)?)
+}
+
+/// A reservation that keeps other starting nodes from choosing the ports of a node's shards, until it
+/// is dropped.
 ///
-/// Without a claim, another node could choose the port before the osd listens on it, or while the
-/// osd restarts. The claim is a UNIX socket in the abstract namespace of the same network namespace
-/// as the port. The claim ends when the last process that holds the socket ends.
+/// Without a claim, another node could choose a port before the osd listens on it, or while the osd
+/// restarts. The claim consists of a UNIX socket per port, in the abstract namespace of the same
+/// network namespace as the ports. The claim ends when the last process that holds the sockets ends.
 #[derive(Debug)]
 pub struct PortClaim {
-    socket: UnixDatagram,
+    sockets: Vec<UnixDatagram>,
 }
 
 impl PortClaim {
-    /// Claims a port; `None` if another node has claimed it.
-    fn take(port: u16) -> io::Result<Option<PortClaim>> {
-        let name = UnixAddr::from_abstract_name(format!("outboard/port/{port}"))?;
-        match UnixDatagram::bind_addr(&name) {
-            Ok(socket) => Ok(Some(PortClaim { socket })),
-            Err(e) if e.kind() == io::ErrorKind::AddrInUse => Ok(None),
-            Err(e) => Err(e),
+    /// Claims these ports; `None` if another node has claimed one of them.
+    fn take(ports: RangeInclusive<u16>) -> io::Result<Option<PortClaim>> {
+        let mut sockets = Vec::new();
+        for port in ports {
+            let name = UnixAddr::from_abstract_name(format!("outboard/port/{port}"))?;
+            match UnixDatagram::bind_addr(&name) {
+                Ok(socket) => sockets.push(socket),
+                Err(e) if e.kind() == io::ErrorKind::AddrInUse => return Ok(None),
+                Err(e) => return Err(e),
+            }
         }
+        Ok(Some(PortClaim { sockets }))
     }
 
-    /// Claims the port of an address; `None` if the address names no port, or if another node has
-    /// claimed the port.
-    pub fn of(listen: &str) -> Option<PortClaim> {
-        let port = listen.rsplit_once(':')?.1.parse().ok().filter(|port| *port != 0)?;
-        PortClaim::take(port).ok().flatten()
+    /// Claims the ports of `shards` shards, of which the first listens at the address `listen`; `None`
+    /// if the address names no port, or if another node has claimed one of the ports.
+    pub fn of(listen: &str, shards: u16) -> Option<PortClaim> {
+        let first = listen.rsplit_once(':')?.1.parse().ok().filter(|port| *port != 0)?;
+        PortClaim::take(ports(first, shards)?).ok().flatten()
     }
 
     /// Makes the processes that this process starts from now on inherit the claim.
@@ -46,7 +58,10 @@ impl PortClaim {
     /// # Errors
     /// If the operating system reports an error.
     pub fn hand_down(&self) -> io::Result<()> {
-        Ok(rustix::io::fcntl_setfd(&self.socket, rustix::io::FdFlags::empty())?)
+        for socket in &self.sockets {
+            rustix::io::fcntl_setfd(socket, rustix::io::FdFlags::empty())?;
+        }
+        Ok(())
     }
 }
 
@@ -58,25 +73,31 @@ pub fn check(listen: &str) -> io::Result<TcpListener> {
     TcpListener::bind(listen)
 }
 
-/// Chooses a port of the loopback interface: the first free port from [`DEFAULT_PORT`] to
-/// [`LAST_PORT`], or any free port if all of these are taken.
+/// Chooses ports of the loopback interface for `shards` shards: the first free ports in a row from
+/// [`DEFAULT_PORT`] to [`LAST_PORT`], or any free ports if these are taken. Returns the address of the
+/// first.
 ///
 /// # Errors
-/// If no port is free, or if the operating system reports another error.
-pub fn choose() -> io::Result<(SocketAddr, PortClaim)> {
+/// If no such ports are free, or if the operating system reports another error.
+pub fn choose(shards: u16) -> io::Result<(SocketAddr, PortClaim)> {
     let address = |port| SocketAddr::from((Ipv4Addr::LOCALHOST, port));
-    for port in DEFAULT_PORT..=LAST_PORT {
-        if let Some(claim) = PortClaim::take(port)?
-            && TcpListener::bind(address(port)).is_ok()
+    for first in DEFAULT_PORT..=LAST_PORT {
+        let Some(ports) = ports(first, shards).filter(|ports| *ports.end() <= LAST_PORT) else { break };
+        if let Some(claim) = PortClaim::take(ports.clone())?
+            && ports.into_iter().all(|port| TcpListener::bind(address(port)).is_ok())
         {
-            return Ok((address(port), claim));
+            return Ok((address(first), claim));
         }
     }
-    const TRIES: usize = 16;
+    const TRIES: usize = 64;
     for _ in 0..TRIES {
-        let free = TcpListener::bind(address(0))?.local_addr()?;
-        if let Some(claim) = PortClaim::take(free.port())? {
-            return Ok((free, claim));
+        let free = TcpListener::bind(address(0))?;
+        let first = free.local_addr()?;
+        let Some(ports) = ports(first.port(), shards) else { continue };
+        if let Some(claim) = PortClaim::take(ports.clone())?
+            && ports.skip(1).all(|port| TcpListener::bind(address(port)).is_ok())
+        {
+            return Ok((first, claim));
         }
     }
     Err(io::ErrorKind::AddrInUse.into())
@@ -88,20 +109,36 @@ mod tests {
 
     #[test]
     fn a_port_can_be_claimed_by_only_one_node_at_a_time() {
-        let (first, claim) = choose().unwrap();
-        let (second, _) = choose().unwrap();
+        let (first, claim) = choose(1).unwrap();
+        let (second, _) = choose(1).unwrap();
         assert_ne!(first, second);
-        assert!(PortClaim::of(&first.to_string()).is_none());
+        assert!(PortClaim::of(&first.to_string(), 1).is_none());
         drop(claim);
-        assert!(PortClaim::of("127.0.0.1:0").is_none() && PortClaim::of("nonsense").is_none());
+        assert!(PortClaim::of("127.0.0.1:0", 1).is_none() && PortClaim::of("nonsense", 1).is_none());
+    }
+
+    #[test]
+    fn the_ports_of_all_shards_are_claimed() {
+        for shards in [2, 16, 64, 200] {
+            let (first, claim) = choose(shards).unwrap();
+            for shard in [0, 1, shards - 1] {
+                let port = SocketAddr::new(first.ip(), first.port() + shard).to_string();
+                assert!(PortClaim::of(&port, 1).is_none(), "{port} is claimed");
+                assert!(check(&port).is_ok(), "{port} is free");
+            }
+            let before = SocketAddr::new(first.ip(), first.port() - 1).to_string();
+            assert!(PortClaim::of(&before, 2).is_none(), "the second of these ports is claimed");
+            drop(claim);
+        }
+        assert!(PortClaim::of("127.0.0.1:65535", 2).is_none(), "there is no next port");
     }
 
     #[test]
     fn a_port_in_use_is_not_chosen() {
-        let (first, claim) = choose().unwrap();
+        let (first, claim) = choose(1).unwrap();
         let _listener = TcpListener::bind(first).unwrap();
         drop(claim);
         assert!(check(&first.to_string()).is_err());
-        assert_ne!(choose().unwrap().0, first);
+        assert_ne!(choose(1).unwrap().0, first);
     }
 }

@@ -141,7 +141,7 @@ impl Backend {
         let channel = &config.channel;
         let faults = common.controls.faults().clone();
         let mut options = AttachmentOptions {
-            engine: Some(start_engine(channel, &faults).doing("starting the DMA engine")?),
+            engine: Some(start_engine(channel, &faults, number).doing("starting the DMA engine")?),
             overdue: channel.overdue.0,
             cool_down: channel.cool_down.0,
             verify_every: channel.verify_every,
@@ -171,18 +171,28 @@ impl Backend {
     }
 }
 
-fn start_engine(channel: &config::ChannelSection, faults: &Faults) -> channel::Result<Arc<dyn DmaEngine>> {
+/// Starts the DMA engine of the shard with this number.
+fn start_engine(
+    channel: &config::ChannelSection,
+    faults: &Faults,
+    number: u16,
+) -> channel::Result<Arc<dyn DmaEngine>> {
     match &channel.engine {
         config::EngineKind::Ofi(provider) => {
             let (provider, faults) = (provider.clone(), faults.clone());
-            Ok(OfiEngine::start(OfiOptions { provider, faults, ..OfiOptions::default() })?)
+            Ok(OfiEngine::start(OfiOptions { provider, faults, number, ..OfiOptions::default() })?)
         }
         config::EngineKind::Shm => {
             let profile = match channel.profile {
                 config::EngineProfile::Memcpy => Profile::Memcpy,
                 config::EngineProfile::Bf3Paper => Profile::Bf3Paper,
             };
-            Ok(ShmEngine::start(ShmOptions { profile, faults: faults.clone(), ..ShmOptions::default() })?)
+            Ok(ShmEngine::start(ShmOptions {
+                profile,
+                faults: faults.clone(),
+                number,
+                ..ShmOptions::default()
+            })?)
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Detects roles that hang. The event loops of a role send heartbeats, and the watchdog in the
 //! supervisor notices when heartbeats are missing.
 //!
-//! The event loop that serves requests (`osd-0`, `chan-0`) sends the heartbeat in one of its tasks,
+//! Each event loop that serves requests (`osd-N`, `chan-N`) sends its heartbeat in one of its tasks,
 //! so the heartbeat stops when the loop stops. The heartbeat does not depend on drives: a loop
 //! whose tasks wait for a drive continues to send heartbeats.
 //!
@@ -72,6 +72,13 @@ impl Checkpoints {
         let mut watched = self.watched.lock().unwrap_or_else(PoisonError::into_inner);
         watched.retain(|(earlier, ..)| *earlier != target);
         watched.push((target, watch, Standstill::default()));
+    }
+
+    /// Returns the checkpoints that the loop with this number watches. Only the first loop watches any,
+    /// because every watching loop counts ticks.
+    #[must_use]
+    pub fn of_loop(self, number: usize) -> Checkpoints {
+        if number == 0 { self } else { Checkpoints::default() }
     }
 
     /// Counts a tick. If a checkpoint hangs and a restart can help, returns a description of the

@@ -21,6 +21,7 @@ use wire::{BulkDescriptor, BulkDirection, Data, Error, Mutate, Mutation, OpBytes
 
 use crate::backing::Backing;
 use crate::fail::{Fail, StepResult};
+use crate::times::Times;
 
 /// Maximum length of a segment, in bytes. The largest buffer of the staging memory is a further
 /// limit.
@@ -75,6 +76,7 @@ impl Drop for StageGuard {
 pub(crate) struct Puller<'a> {
     pub(crate) connection: &'a dyn Connection,
     pub(crate) staging: &'a BufferPool,
+    pub(crate) times: &'a Times,
     pub(crate) timeout: Duration,
     pub(crate) segments_in_flight: usize,
     /// Whether at least [`COMPANY`] requests are in progress.
@@ -188,7 +190,7 @@ impl Puller<'_> {
     async fn pull(&self, from: &BulkDescriptor, at: u64, len: usize, anchor: u64) -> StepResult<Payload> {
         let buf = self.staging.alloc(len).await?;
         let pulled = self.connection.bulk_read(from, at, buf, self.timeout).await?;
-        metrics::counter!("outboard_osd_pulled_bytes").increment(len as u64);
+        self.times.pulled(len);
         Payload::from_parts(anchor, pulled.buf.freeze(), pulled.checksums)
             .map_err(|e| Fail::Refused(Error::TransferFailed(e.to_string())))
     }

@@ -216,7 +216,7 @@ impl ObjectRead<'_> {
         if payload.is_empty() {
             return Ok(());
         }
-        metrics::counter!("outboard_osd_pushed_bytes").increment(payload.len() as u64);
+        self.shard.times.pushed(payload.len());
         let timeout = self.shard.config.transfer_timeout;
         Ok(self.request.connection.bulk_write(sink, at, payload, timeout).await?)
     }

@@ -320,6 +320,7 @@ impl Shard {
         let puller = Puller {
             connection: &*request.connection,
             staging: &self.staging,
+            times: &self.times,
             timeout: self.config.transfer_timeout,
             segments_in_flight: self.config.segments_in_flight(),
             in_company: self.requests.now() >= COMPANY,

@@ -6,8 +6,8 @@ use messenger::{Admissions, Shortage};
 use store::StoreCalls;
 use uuid::Uuid;
 use wire::{
-    CodingStatus, ConnectionStatus, NodeStatus, PathStatus, RebuildStatus, RequestTimes, ShardStatus,
-    ShortageCounts, Space, StagingStatus, TargetState, TargetStatus, ThreadTimes,
+    CodingStatus, ConnectionStatus, NodeStatus, OffloadStatus, PathStatus, RebuildStatus, RequestTimes,
+    ShardStatus, ShortageCounts, Space, StagingStatus, TargetState, TargetStatus, ThreadTimes,
 };
 
 use crate::mailbox::ShardGone;
@@ -28,6 +28,7 @@ struct ShardReport {
     times: RequestTimes,
     rebuild: RebuildStatus,
     coding: CodingStatus,
+    offload: Option<OffloadStatus>,
     targets: Vec<TargetView>,
 }
 
@@ -50,7 +51,7 @@ pub(crate) async fn status(osd: &Osd) -> Result<NodeStatus, ShardGone> {
     let health = osd.health().await?;
     let (mut times, mut thread_ns) = (RequestTimes::default(), ThreadTimes::default());
     let (mut rebuild, mut staging) = (RebuildStatus::default(), StagingStatus::default());
-    let mut coding: Option<CodingStatus> = None;
+    let (mut coding, mut offload): (Option<CodingStatus>, Option<OffloadStatus>) = (None, None);
     let mut connections = ConnectionStatus::default();
     let mut requests = 0;
     for report in &reports {
@@ -63,6 +64,12 @@ pub(crate) async fn status(osd: &Osd) -> Result<NodeStatus, ShardGone> {
         connections.max_handshakes = report.connections.max_handshakes;
         connections.reclaimed += report.connections.reclaimed;
         connections.refused += report.connections.refused;
+        if let Some(of_shard) = report.offload.clone() {
+            match &mut offload {
+                Some(sum) => *sum += of_shard,
+                None => offload = Some(of_shard),
+            }
+        }
         match &mut coding {
             Some(sum) => *sum += report.coding.clone(),
             None => coding = Some(report.coding.clone()),
@@ -95,7 +102,7 @@ pub(crate) async fn status(osd: &Osd) -> Result<NodeStatus, ShardGone> {
         requests,
         times,
         thread_ns,
-        offload: shard.config.offload.as_ref().map(|source| (source.0)()),
+        offload,
         coding: coding.unwrap_or_default(),
         staging,
         shards: reports.into_iter().map(|report| report.status).collect(),
@@ -136,6 +143,7 @@ fn report(shard: &Shard) -> ShardReport {
         times: shard.times.requests(),
         rebuild: shard.rebuilds.status(shard.pace.rate()),
         coding: shard.coding.status(),
+        offload: shard.config.offload.as_ref().map(|source| (source.0)()),
         targets: shard.targets.iter().map(view).collect(),
     }
 }

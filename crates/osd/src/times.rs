@@ -38,6 +38,9 @@ pub(crate) struct Times {
     /// Counters of requests: mutate, read, query, list and all others.
     kinds: [Counter; 5],
     refused: Counter,
+    /// Bulk data that was pulled from clients and pushed to clients, in bytes.
+    pulled: Counter,
+    pushed: Counter,
     thread: [(ThreadClass, ClassTime); CLASSES.len()],
 }
 
@@ -73,6 +76,8 @@ impl Times {
             other: sum("other"),
             kinds: ["mutate", "read", "query", "list", "admin"].map(kind),
             refused: counter!("outboard_osd_refused_total", "shard" => shard.clone()),
+            pulled: counter!("outboard_osd_pulled_bytes", "shard" => shard.clone()),
+            pushed: counter!("outboard_osd_pushed_bytes", "shard" => shard.clone()),
             thread,
         }
     }
@@ -93,6 +98,16 @@ impl Times {
     /// Counts a request that was refused.
     pub(crate) fn refused(&self) {
         self.refused.increment(1);
+    }
+
+    /// Counts `len` bytes of bulk data that were pulled from a client.
+    pub(crate) fn pulled(&self, len: usize) {
+        self.pulled.increment(len as u64);
+    }
+
+    /// Counts `len` bytes of bulk data that are pushed to a client.
+    pub(crate) fn pushed(&self, len: usize) {
+        self.pushed.increment(len as u64);
     }
 
     /// Adds the time of a request whose reply was passed to the connection.

@@ -189,9 +189,16 @@ async fn appends_in_flight_take_effect_once_when_their_connection_is_reclaimed()
     // has requests in flight.
     let crowd = join_all((0..4).map(|_| connect(endpoint, CROWD))).await;
     let is_over = Cell::new(false);
+    // The placement group knows a session from its first change on. It refuses the retries of a session
+    // that has lost its slot before.
+    join_all(crowd.iter().enumerate().map(async |(writer, client)| {
+        let log = client.pool("p").unwrap().object("log").unwrap();
+        log.append(format!("{writer}.0 ")).await.unwrap();
+    }))
+    .await;
     let writers = crowd.iter().enumerate().map(async |(writer, client)| {
         let log = client.pool("p").unwrap().object("log").unwrap();
-        let mut appended = 0;
+        let mut appended = 1;
         while !is_over.get() {
             log.append(format!("{writer}.{appended} ")).await.unwrap();
             appended += 1;

@@ -32,4 +32,4 @@ pub use attachment::{Attachment, AttachmentStatus};
 pub use options::{AttachmentOptions, DmaTuning, StoreEndpoint};
 pub use proxy_store::ProxyStore;
 pub use proxy_store_set::ProxyStoreSet;
-pub use server::{LocalServer, ServedTarget, Server, ServerOptions, ServerStatus, StoreListener};
+pub use server::{LocalServer, MAX_LOOPS, ServedTarget, Server, ServerOptions, ServerStatus, StoreListener};

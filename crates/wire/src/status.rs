@@ -270,6 +270,16 @@ pub struct OffloadStatus {
     pub faults: Vec<String>,
 }
 
+/// Adds the offload of another shard. All shards have the same armed faults.
+impl AddAssign for OffloadStatus {
+    fn add_assign(&mut self, other: OffloadStatus) {
+        self.health += other.health;
+        self.quarantined_bytes += other.quarantined_bytes;
+        self.kept_bytes += other.kept_bytes;
+        self.fallback_bytes += other.fallback_bytes;
+    }
+}
+
 /// State of parity computation.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CodingStatus {

@@ -24,15 +24,17 @@ const DOING: &str = "measuring the shards of an osd";
 /// Number of placement groups: enough for every shard to have the same number of them.
 const GROUPS: u32 = 256;
 /// Number of objects that each client uses.
-const OBJECTS: usize = 256;
-/// Number of operations that each client has in flight.
-const IN_FLIGHT: usize = 64;
+const OBJECTS: usize = 1024;
 
 /// Measure osds with several shards, each on a store in memory of its own
 ///
 /// Prints operations per second, the CPU time of the shards' threads per operation, and the messages
 /// between shards per operation. With more shards than CPUs, the rate cannot grow, and the CPU time
 /// per operation shows what the shards cost.
+///
+/// With more shards, each shard has fewer operations in flight, so it wakes up for fewer of them at a
+/// time. "x same depth" compares with the first number of shards while each of its shards has this
+/// smaller number of operations in flight. This ratio is the cost of the shards themselves.
 ///
 /// Examples:
 ///   outboard-layers shards
@@ -47,6 +49,9 @@ pub struct ShardsArgs {
     /// Number of clients, each on its own thread; by default, one per CPU
     #[arg(long, value_name = "N")]
     clients: Option<usize>,
+    /// Number of operations that each client has in flight
+    #[arg(long, default_value = "64", value_name = "N", value_parser = in_flight)]
+    in_flight: usize,
     /// Size of an operation in bytes
     #[arg(long, default_value = "4096", value_name = "BYTES")]
     size: usize,
@@ -97,40 +102,60 @@ struct ShardsMeasurement {
     messages_per_op: f64,
 }
 
+/// Two measurements in a row.
+#[derive(Debug, Clone, Copy)]
+struct Pair {
+    of_all: ShardsMeasurement,
+    /// The first number of shards, with the same number of operations in flight per shard.
+    same_depth: ShardsMeasurement,
+}
+
 /// Runs the command.
 pub fn run(args: &ShardsArgs) -> Result<()> {
     let cpus = thread::available_parallelism().map_or(1, usize::from);
     let clients = args.clients.unwrap_or(cpus);
-    let mut measured: Vec<Vec<ShardsMeasurement>> = vec![Vec::new(); args.shards.len()];
+    let first = args.shards[0];
+    let mut measured: Vec<Vec<Pair>> = vec![Vec::new(); args.shards.len()];
     for round in 0..args.rounds {
         for (shards, measured) in args.shards.iter().zip(&mut measured) {
             output::note(format!("round {} of {}: {shards} shards", round + 1, args.rounds));
-            measured.push(measure(*shards, clients, args)?);
+            let of_all = measure(*shards, clients, args.in_flight, args)?;
+            let depth = (args.in_flight * usize::from(first) / usize::from(*shards)).max(1);
+            let same_depth = if *shards == first { of_all } else { measure(first, clients, depth, args)? };
+            measured.push(Pair { of_all, same_depth });
         }
     }
-    output::line(format!("{cpus} CPUs, {clients} clients, {} bytes, half reads and half writes", args.size));
-    output::line("shards      ops/s  (lowest - highest)   x first  osd us/op   x first  messages/op");
-    let medians = |of: fn(&ShardsMeasurement) -> f64, measured: &[ShardsMeasurement]| {
-        let mut sorted: Vec<f64> = measured.iter().map(of).collect();
-        sorted.sort_by(f64::total_cmp);
-        (sorted[sorted.len() / 2], sorted[0], sorted[sorted.len() - 1])
-    };
-    let mut first = None;
+    output::line(format!(
+        "{cpus} CPUs, {clients} clients with {} operations in flight, {} bytes, half reads and half writes",
+        args.in_flight, args.size
+    ));
+    output::line(
+        "shards      ops/s  (lowest - highest)   x first  osd us/op   x first  x same depth  messages/op",
+    );
+    let mut base = None;
     for (shards, measured) in args.shards.iter().zip(&measured) {
-        let (ops, lowest, highest) = medians(|m| m.ops_per_second, measured);
-        let (cpu, ..) = medians(|m| m.osd_us_per_op, measured);
-        let (messages, ..) = medians(|m| m.messages_per_op, measured);
-        let (first_ops, first_cpu) = *first.get_or_insert((ops, cpu));
+        let (ops, lowest, highest) = median(measured, |m| m.of_all.ops_per_second);
+        let (cpu, ..) = median(measured, |m| m.of_all.osd_us_per_op);
+        let (messages, ..) = median(measured, |m| m.of_all.messages_per_op);
+        let (same_depth, ..) = median(measured, |m| m.of_all.osd_us_per_op / m.same_depth.osd_us_per_op);
+        let (base_ops, base_cpu) = *base.get_or_insert((ops, cpu));
         output::line(format!(
-            "{shards:>6} {ops:>10.0}  ({lowest:>6.0} - {highest:>7.0}) {:>9.2} {cpu:>10.1} {:>9.2} {messages:>12.4}",
-            ops / first_ops,
-            cpu / first_cpu
+            "{shards:>6} {ops:>10.0}  ({lowest:>6.0} - {highest:>7.0}) {:>9.2} {cpu:>10.1} {:>9.2} {same_depth:>13.2} {messages:>12.4}",
+            ops / base_ops,
+            cpu / base_cpu
         ));
     }
     Ok(())
 }
 
-fn measure(shards: u16, clients: usize, args: &ShardsArgs) -> Result<ShardsMeasurement> {
+/// Returns the median, the lowest and the highest value of `of`.
+fn median(measured: &[Pair], of: fn(&Pair) -> f64) -> (f64, f64, f64) {
+    let mut sorted: Vec<f64> = measured.iter().map(of).collect();
+    sorted.sort_by(f64::total_cmp);
+    (sorted[sorted.len() / 2], sorted[0], sorted[sorted.len() - 1])
+}
+
+fn measure(shards: u16, clients: usize, in_flight: usize, args: &ShardsArgs) -> Result<ShardsMeasurement> {
     let shared = Arc::new(MemStore::new());
     let resources = |_| {
         let store: Arc<dyn ObjectStore> = Arc::new(DividedStore::new(&shared));
@@ -144,9 +169,14 @@ fn measure(shards: u16, clients: usize, args: &ShardsArgs) -> Result<ShardsMeasu
     let resources = (0..shards).map(resources).collect::<Result<Vec<_>>>()?;
     let osd = OsdServer::start(resources, Arc::new(TcpStack::default()), "127.0.0.1:0");
     let osd = osd.doing("starting an osd")?;
-    let measured = load(osd.endpoint(), clients, args);
+    let measured = load(osd.endpoint(), clients, in_flight, args);
     osd.stop();
     measured
+}
+
+fn in_flight(text: &str) -> std::result::Result<usize, String> {
+    let number = text.parse().ok().filter(|number| (1..=OBJECTS).contains(number));
+    number.ok_or_else(|| format!("must be 1 to {OBJECTS}"))
 }
 
 /// What the clients' threads share.
@@ -157,7 +187,7 @@ struct SharedCounts {
     ops: AtomicU64,
 }
 
-fn load(endpoint: &str, clients: usize, args: &ShardsArgs) -> Result<ShardsMeasurement> {
+fn load(endpoint: &str, clients: usize, in_flight: usize, args: &ShardsArgs) -> Result<ShardsMeasurement> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().doing(DOING)?;
     let watching = runtime.block_on(async {
         let client = Client::connect(endpoint, Options::default()).await.doing(DOING)?;
@@ -167,8 +197,9 @@ fn load(endpoint: &str, clients: usize, args: &ShardsArgs) -> Result<ShardsMeasu
     let counts = Arc::new(SharedCounts::default());
     let workers: Vec<_> = (0..clients)
         .map(|number| {
-            let (endpoint, counts, size) = (endpoint.to_owned(), Arc::clone(&counts), args.size);
-            thread::spawn(move || work(&endpoint, number, size, &counts))
+            let (endpoint, counts) = (endpoint.to_owned(), Arc::clone(&counts));
+            let size = args.size;
+            thread::spawn(move || work(&endpoint, number, size, in_flight, &counts))
         })
         .collect();
     while counts.ready.load(Ordering::Acquire) < clients as u64 && !workers.iter().all(|w| w.is_finished()) {
@@ -196,7 +227,7 @@ fn load(endpoint: &str, clients: usize, args: &ShardsArgs) -> Result<ShardsMeasu
 }
 
 /// Reads and writes objects until the measurement ends.
-fn work(endpoint: &str, number: usize, size: usize, counts: &SharedCounts) -> Result<()> {
+fn work(endpoint: &str, number: usize, size: usize, in_flight: usize, counts: &SharedCounts) -> Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().doing(DOING)?;
     runtime.block_on(async {
         let client = Client::connect(endpoint, Options::default()).await.doing(DOING)?;
@@ -208,8 +239,8 @@ fn work(endpoint: &str, number: usize, size: usize, counts: &SharedCounts) -> Re
             object.put(data.clone()).await.doing(DOING)?;
         }
         counts.ready.fetch_add(1, Ordering::Release);
-        let workers = (0..IN_FLIGHT).map(async |worker| {
-            let own = || objects.iter().skip(worker).step_by(IN_FLIGHT);
+        let workers = (0..in_flight).map(async |worker| {
+            let own = || objects.iter().skip(worker).step_by(in_flight);
             while !counts.stop.load(Ordering::Acquire) {
                 for object in own() {
                     object.write(0, data.clone()).await?;

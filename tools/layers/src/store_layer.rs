@@ -27,16 +27,19 @@ const DOING: &str = "measuring the store";
 const BLOCK: u64 = 4096;
 const LARGE: u64 = 4 << 20;
 
-/// Measure a block store on a file
+/// Measure block stores on files
 ///
-/// Formats the file, then measures writes and reads of 4 MiB and 4 KiB. "store" is the CPU time of
-/// the store's threads, and "all" is the CPU time of the whole process.
+/// Formats the files, then measures writes and reads of 4 MiB and 4 KiB. "store" is the CPU time of
+/// the stores' threads, and "all" is the CPU time of the whole process.
+///
+/// With several files, the objects are divided among their stores, each of which has a thread. Two
+/// partitions of a drive show what a second target on the drive would gain.
 #[derive(Debug, Args)]
 pub struct StoreLayerArgs {
-    /// The file or drive to format; its content is lost
-    #[arg(value_name = "FILE")]
-    file: PathBuf,
-    /// Size of the target
+    /// The files or drives to format; their content is lost
+    #[arg(value_name = "FILE", required = true)]
+    files: Vec<PathBuf>,
+    /// Size of each target
     #[arg(long, default_value = "4GiB", value_name = "S")]
     size: ByteSize,
     /// Seconds of each measurement
@@ -48,14 +51,21 @@ pub struct StoreLayerArgs {
 pub fn run(args: &StoreLayerArgs) -> Result<()> {
     let started = Instant::now();
     let options = MkfsOptions { size: Some(args.size.0), ..MkfsOptions::default() };
-    BlockStore::mkfs(&args.file, &options, |_, _| {}).doing("formatting the target")?;
+    for file in &args.files {
+        BlockStore::mkfs(file, &options, |_, _| {}).doing("formatting a target")?;
+    }
     output::line(format!("mkfs of {}: {:.1} s", args.size, started.elapsed().as_secs_f64()));
-    let mount = || BlockStore::mount(&args.file, &MountOptions::default()).doing("mounting the target");
-    let store = mount()?;
+    let mount = || {
+        let mount =
+            |file: &PathBuf| BlockStore::mount(file, &MountOptions::default()).doing("mounting a target");
+        args.files.iter().map(mount).collect::<Result<Vec<_>>>()
+    };
+    let stores = mount()?;
     let runtime = tokio::runtime::Builder::new_current_thread().build().doing(DOING)?;
-    runtime.block_on(measure_all(&store, args.seconds))?;
-    runtime.block_on(store.umount()).doing("unmounting the target")?;
-    drop(store);
+    runtime.block_on(measure_all(&stores, args.seconds))?;
+    for store in stores {
+        runtime.block_on(store.umount()).doing("unmounting a target")?;
+    }
     let started = Instant::now();
     drop(mount()?);
     output::line(format!("mount: {:.1} ms", started.elapsed().as_secs_f64() * 1e3));
@@ -70,11 +80,14 @@ fn oid(i: u64) -> ObjectId {
     ObjectId::new(format!("object-{i:08}")).expect("a valid id")
 }
 
-async fn measure_all(store: &Arc<BlockStore>, time: Duration) -> Result<()> {
-    let create = Transaction::new(cid()).with(Op::CreateCollection);
-    store.queue_transaction(create).await.doing(DOING)?;
+async fn measure_all(stores: &[Arc<BlockStore>], time: Duration) -> Result<()> {
     let arena = Arena::anonymous(64 << 20).doing(DOING)?;
-    store.register_memory(&arena);
+    for store in stores {
+        let create = Transaction::new(cid()).with(Op::CreateCollection);
+        store.queue_transaction(create).await.doing(DOING)?;
+        store.register_memory(&arena);
+    }
+    let of = |object: u64| &stores[(object % stores.len() as u64) as usize];
     let pool = BufferPool::new(arena, 0, LARGE as usize);
     let data = |len: usize| -> Result<Payload> {
         let mut buffer = pool
@@ -85,48 +98,50 @@ async fn measure_all(store: &Arc<BlockStore>, time: Duration) -> Result<()> {
         Ok(Payload::compute(0, buffer.freeze()))
     };
     let (large, small) = (data(LARGE as usize)?, data(BLOCK as usize)?);
-    let objects = (store.space().await.doing(DOING)?.total / LARGE / 4).max(1);
+    let each = (stores[0].space().await.doing(DOING)?.total / LARGE / 4).max(1);
+    let objects = each * stores.len() as u64;
 
     for in_flight in [1, 4] {
         measure(&format!("4 MiB writes, {in_flight} in flight"), time, LARGE, in_flight, |i| {
-            write(store, oid(i % objects), 0, large.clone())
+            write(of(i % objects), oid(i % objects), 0, large.clone())
         })
         .await?;
     }
     measure("4 MiB staged writes, 4 in flight", time, LARGE, 4, |i| {
-        staged(store, oid(i % objects), large.clone())
+        staged(of(i % objects), oid(i % objects), large.clone())
     })
     .await?;
     for i in 0..objects {
-        write(store, oid(i), 0, large.clone()).await.doing(DOING)?;
+        write(of(i), oid(i), 0, large.clone()).await.doing(DOING)?;
     }
     for in_flight in [1, 4] {
         measure(&format!("4 MiB reads, {in_flight} in flight"), time, LARGE, in_flight, |i| {
-            read(store, oid(i % objects), 0, LARGE)
+            read(of(i % objects), oid(i % objects), 0, LARGE)
         })
         .await?;
     }
     let spots = objects * (LARGE / BLOCK);
     let spot = move |i: u64| {
         let at = i.wrapping_mul(0x9e37_79b9_7f4a_7c15) % spots;
-        (oid(at / (LARGE / BLOCK)), at % (LARGE / BLOCK) * BLOCK)
+        let object = at / (LARGE / BLOCK);
+        (of(object), oid(object), at % (LARGE / BLOCK) * BLOCK)
     };
-    for in_flight in [1, 16] {
+    for in_flight in [1, 16, 64] {
         measure(&format!("4 KiB durable writes, {in_flight} in flight"), time, BLOCK, in_flight, |i| {
-            let (oid, offset) = spot(i);
+            let (store, oid, offset) = spot(i);
             write(store, oid, offset, small.clone())
         })
         .await?;
     }
     let piece = Bytes::from(vec![7; 100]);
     measure("100 B overwrites, 16 in flight", time, 100, 16, |i| {
-        let (oid, offset) = spot(i % 5000);
+        let (store, oid, offset) = spot(i % 5000);
         write(store, oid, offset + 8, Payload::compute(offset + 8, piece.clone()))
     })
     .await?;
     for in_flight in [1, 16, 64] {
         measure(&format!("4 KiB random reads, {in_flight} in flight"), time, BLOCK, in_flight, |i| {
-            let (oid, offset) = spot(i);
+            let (store, oid, offset) = spot(i);
             read(store, oid, offset, BLOCK)
         })
         .await?;

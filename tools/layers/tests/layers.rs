@@ -57,9 +57,13 @@ fn the_connections_command_compares_many_connections_with_one() {
 fn the_store_command_measures_a_target_file_and_its_mount() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("target");
-    let text = ok(&["store", file.to_str().unwrap(), "--size", "512MiB", "--seconds", "0.2"]);
-    assert_eq!(text.matches(" op/s ").count(), 11, "{text}");
-    assert!(text.lines().last().unwrap().starts_with("mount: "), "{text}");
+    let second = dir.path().join("second");
+    let (file, second) = (file.to_str().unwrap(), second.to_str().unwrap());
+    for files in [vec![file], vec![file, second]] {
+        let text = ok(&[&["store"], &files[..], &["--size", "512MiB", "--seconds", "0.2"]].concat());
+        assert_eq!(text.matches(" op/s ").count(), 12, "{text}");
+        assert!(text.lines().last().unwrap().starts_with("mount: "), "{text}");
+    }
 }
 
 #[test]

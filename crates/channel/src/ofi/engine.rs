@@ -42,6 +42,8 @@ pub struct OfiOptions {
     pub attach_timeout: Duration,
     /// Faults to inject.
     pub faults: Faults,
+    /// Number in the name of the engine's thread.
+    pub number: u16,
 }
 
 impl Default for OfiOptions {
@@ -52,6 +54,7 @@ impl Default for OfiOptions {
             spin: Duration::from_micros(10),
             attach_timeout: Duration::from_secs(3),
             faults: Faults::default(),
+            number: 0,
         }
     }
 }
@@ -78,7 +81,8 @@ impl OfiEngine {
         let shared = Shared::new(configured_max, options.spin)?;
         let (faults, timeout) = (options.faults.clone(), options.attach_timeout);
         let worker = EngineWorker::new(Arc::clone(&shared), library, faults, timeout);
-        let thread = spawn(ThreadClass::Channel, "ofi", move || worker.run())?;
+        let thread_name = format!("ofi-{}", options.number);
+        let thread = spawn(ThreadClass::Channel, &thread_name, move || worker.run())?;
         let OfiOptions { provider, attach_timeout, .. } = options;
         let (next_id, thread) = (AtomicU32::new(0), Mutex::new(Some(thread)));
         Ok(Arc::new(OfiEngine { shared, next_id, thread, provider, configured_max, attach_timeout }))

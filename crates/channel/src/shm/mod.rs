@@ -1,6 +1,6 @@
 //! The emulated engine `shm`: a thread that replaces DMA hardware.
 //!
-//! DPU memory and host memory are memfds, and the thread `dma-0` is the only part of the system
+//! DPU memory and host memory are memfds, and the thread `dma-N` is the only part of the system
 //! that maps both. The thread maps peer memory itself and keeps the mapping in its private table
 //! ([`device::ShmDevice`]). It also has its own mapping of local memory, as hardware would
 //! ([`DeviceMemory`]). Hardware would save the CPU time of this thread, so Outboard accounts for it
@@ -89,6 +89,8 @@ pub struct ShmOptions {
     pub max_transfer: usize,
     /// Faults to inject.
     pub faults: Faults,
+    /// Number in the name of the engine's thread.
+    pub number: u16,
 }
 
 impl Default for ShmOptions {
@@ -98,6 +100,7 @@ impl Default for ShmOptions {
             profile: Profile::Memcpy,
             max_transfer: MAX_TRANSFER,
             faults: Faults::default(),
+            number: 0,
         }
     }
 }
@@ -177,7 +180,7 @@ impl ShmEngine {
             failed: AtomicU64::new(0),
         });
         let device = ShmDevice::new(Arc::clone(&shared), options.profile.pace(), options.faults);
-        let thread = spawn(ThreadClass::Dma, "0", move || device.run())?;
+        let thread = spawn(ThreadClass::Dma, &options.number.to_string(), move || device.run())?;
         let _ = shared.worker.set(thread.thread().clone());
         shared.wake_worker();
         let name = match options.profile {

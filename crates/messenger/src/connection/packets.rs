@@ -101,7 +101,7 @@ impl<'a> PacketReader<'a> {
         if self.partial.len() < self.expected {
             return Ok(None);
         }
-        metrics::counter!("outboard_messenger_copied_bytes").increment(self.expected as u64);
+        self.shared.metrics.copied_bytes.increment(self.expected as u64);
         self.expected = 0;
         let whole = self.partial.split().freeze();
         match frame::decode(&whole, &self.shared.config.limits)? {
@@ -137,7 +137,7 @@ impl<'a> PacketReader<'a> {
     ) -> Result<(), ReadFailure> {
         if let Some(mut dest) = self.shared.take_dest(data, header.block_offset, payload.len())? {
             dest.bytes().copy_from_slice(payload.data());
-            metrics::counter!("outboard_messenger_copied_bytes").increment(payload.len() as u64);
+            self.shared.metrics.copied_bytes.increment(payload.len() as u64);
             dest.finish(payload.checksums());
         }
         Ok(())

@@ -21,6 +21,7 @@ use crate::coding;
 use crate::cpus::{ChannelSide, Cpus};
 use crate::failure::{Doing, Failure, Result};
 use crate::identity::ExpectedNode;
+use crate::metrics;
 use crate::remount;
 use crate::request_side::{self, ShardCommon, Stores};
 use crate::role::{self, RoleArgs, RoleProcess, StopSignals};
@@ -72,12 +73,12 @@ async fn serve(
     let stores = match stores {
         StoresAt::Behind(address) => {
             let cpus = address.cpus(config.osd.cpus);
-            shards = config.osd.shards.resolve(cpus).doing("counting the CPUs of osd.cpus")?;
+            shards = config.osd.shards.shards(cpus).doing("counting the CPUs of osd.cpus")?;
             cpus.apply(ChannelSide::Dpu).doing("restricting the process to the CPUs of osd.cpus")?;
             Stores::Behind(address.endpoint())
         }
         StoresAt::Here(paths) => {
-            shards = config.osd.shards.resolve(config.osd.cpus).doing("counting the CPUs of osd.cpus")?;
+            shards = config.osd.shards.shards(config.osd.cpus).doing("counting the CPUs of osd.cpus")?;
             let progress = process.report_progress();
             mounted = targets::mount(&paths, &config, &faults).doing("mounting targets")?;
             drop(progress);
@@ -175,7 +176,7 @@ impl ShardThreads {
             let mut stopped = stop.subscribe();
             let until_stopped = async move { drop(stopped.wait_for(|stop| *stop).await) };
             let beat = heartbeats.cloned().map(|(heartbeat, checkpoints)| async move {
-                heartbeat.beat(&event_loop(number), checkpoints).await;
+                heartbeat.beat(&event_loop(number), checkpoints.of_loop(number.into())).await;
             });
             let tell = tell.clone();
             let body = move |runtime: Runtime| {
@@ -222,5 +223,8 @@ fn spawn_with_runtime(
     body: impl FnOnce(Runtime) + Send + 'static,
 ) -> std::io::Result<JoinHandle<()>> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    base::thread::spawn(ThreadClass::Osd, &number.to_string(), move || body(runtime))
+    base::thread::spawn(ThreadClass::Osd, &number.to_string(), move || {
+        metrics::label_thread(number);
+        body(runtime);
+    })
 }

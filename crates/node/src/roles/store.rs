@@ -20,8 +20,10 @@ use crate::state::Role;
 use crate::store_address::StoreAddress;
 use crate::targets::{self, Mounted, TargetPaths};
 
-/// Name of the thread that serves the osd and runs the targets.
-const EVENT_LOOP: &str = "chan-0";
+/// Returns the name of the thread of an event loop, which serves the osd and runs targets.
+fn event_loop(number: usize) -> String {
+    format!("chan-{number}")
+}
 
 /// Runs the role until a signal stops it. The role waits for the osd at `socket`.
 ///
@@ -36,10 +38,10 @@ async fn serve(process: RoleProcess, paths: TargetPaths, socket: StoreAddress) -
     let faults = process.controls.faults();
     let accelerator = coding::accelerator(&process.config, socket.cpus(process.config.osd.cpus), faults)
         .doing("starting the emulated accelerator")?;
-    socket
-        .cpus(process.config.store.cpus)
-        .apply(ChannelSide::Host)
-        .doing("restricting the process to the CPUs of store.cpus")?;
+    let cpus = socket.cpus(process.config.store.cpus);
+    let loops = process.config.store.loops.loops(cpus, paths.paths.len());
+    let loops = usize::from(loops.doing("counting the CPUs of store.cpus")?);
+    cpus.apply(ChannelSide::Host).doing("restricting the process to the CPUs of store.cpus")?;
     let engines =
         coding::engines(&process.config, accelerator, faults).doing("starting the coding engines")?;
     let progress = process.report_progress();
@@ -67,12 +69,16 @@ async fn serve(process: RoleProcess, paths: TargetPaths, socket: StoreAddress) -
         faults: faults.clone(),
         engines: Some(engines),
         poll: Duration::from_micros(channel.host_poll_us),
+        loops,
     };
     let checkpoints = targets::checkpoints(&mounted);
     let (heartbeat, watched) = (process.heartbeat, checkpoints.clone());
-    let beside = move || async move {
-        if let Some(heartbeat) = heartbeat {
-            heartbeat.beat(EVENT_LOOP, watched).await;
+    let beside = move |number| {
+        let watched = watched.clone().of_loop(number);
+        async move {
+            if let Some(heartbeat) = heartbeat {
+                heartbeat.beat(&event_loop(number), watched).await;
+            }
         }
     };
     let server = Server::serve_and_drive(listener, offered, drivers, options, beside)
@@ -80,7 +86,7 @@ async fn serve(process: RoleProcess, paths: TargetPaths, socket: StoreAddress) -
     role::ready(Ready {
         metrics: Some(process.metrics),
         targets: targets::announced(&mounted),
-        loops: vec![EVENT_LOOP.to_owned()],
+        loops: (0..loops).map(event_loop).collect(),
         ..Ready::default()
     });
     let mount = remount::mount_on_thread(&mounted, &process.config, faults, BlockStore::mount_driven);

@@ -105,7 +105,7 @@ pub fn run(args: UpArgs, node: &NodeArgs) -> Result<()> {
         return detach(&dir, &args, lock, claim.as_ref(), &doing);
     }
     // The claim keeps other nodes from choosing the port of this node while its osd restarts.
-    let claim = claim.or_else(|| PortClaim::of(&config.listen));
+    let claim = claim.or_else(|| PortClaim::of(&config.listen, config.osd.shards()));
     let result = serve(&dir, &config, args.background.is_some());
     if result.is_err()
         && let Err(e) = making::undo(&dir)
@@ -162,8 +162,9 @@ fn settle_port(dir: &NodeDir, args: &UpArgs, doing: &str) -> Result<Option<PortC
     if args.listen.is_some() || config_file::is_set("listen", &text, env) {
         return Ok(None);
     }
-    let default = config_file::of_text(&text, &dir.config(), env).doing(doing)?.listen;
-    let (address, claim) = port::choose()
+    let config = config_file::of_text(&text, &dir.config(), env).doing(doing)?;
+    let (default, shards) = (config.listen, config.osd.shards());
+    let (address, claim) = port::choose(shards)
         .map_err(|e| Failure::new(doing, format!("no port is free: {e}; choose an address with --listen")))?;
     let chosen = address.to_string();
     let text = config_file::remember(&text, "listen", &toml::Value::String(chosen.clone()));

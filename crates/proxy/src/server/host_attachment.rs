@@ -2,7 +2,6 @@
 
 use std::future::poll_fn;
 use std::os::fd::AsFd;
-use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::task::{Context, Poll};
@@ -54,7 +53,7 @@ pub(super) enum Reached {
     Descriptors { osd_doorbell: Ringer },
     /// Through an offer, with this libfabric provider. While `grant` is `None`, the engine has no
     /// access.
-    Offer { offers: Rc<OfiHostSource>, provider: String, grant: Option<OfiGrant> },
+    Offer { offers: Arc<OfiHostSource>, provider: String, grant: Option<OfiGrant> },
 }
 
 /// Host memory that is ready for an osd: how the osd reaches the memory, the host's doorbell, the
@@ -81,13 +80,13 @@ impl Reached {
 
     /// Makes the memory available by an offer, for engines that use `provider`.
     pub(super) fn by_offer(
-        offers: &Rc<OfiHostSource>,
+        offers: &Arc<OfiHostSource>,
         provider: &str,
         memory: &HostMemory,
     ) -> channel::Result<OpenedMemory> {
         let grant = offers.host(provider).map_err(ChannelError::Refused)?.grant(&outside_access(memory))?;
         let (host_doorbell, offer) = (Doorbell::new(grant.host_doorbell.try_clone()?)?, grant.offer.clone());
-        let (offers, provider) = (Rc::clone(offers), provider.to_owned());
+        let (offers, provider) = (Arc::clone(offers), provider.to_owned());
         let ours = (Reached::Offer { offers, provider, grant: Some(grant) }, host_doorbell);
         Ok((ours, MemoryAnswer::Offer(offer), None))
     }

@@ -1,59 +1,53 @@
 //! The store's side: takes calls from the osd's attachments and executes them on the real stores.
 //!
-//! Each shard of the osd has one attachment, for which it holds a seat ([`Seats`]). One thread,
-//! `chan-0`, serves all attachments, each in a task of its own. A task handles the doorbell, the
+//! Each shard of the osd has one attachment, for which it holds a seat ([`Seats`]). A server has one
+//! or more event loops, each on a thread (`chan-0`, `chan-1`, ...). A loop serves its attachments, each
+//! in a task of its own, and may run the drivers of some of the stores. A task handles the doorbell, the
 //! control socket and the stores' answers. At the end of a slice of work, it rings the osd's doorbell
-//! once for all replies. The same thread may also run the stores' drivers. Nothing orders the calls of
-//! different attachments.
+//! once for all replies. Calls reach the driver of a store on another loop through the store's queue.
+//! Nothing orders the calls of different attachments.
 
 mod calls;
 mod channel_calls;
+mod hellos;
 mod host_attachment;
+mod listener;
+mod loops;
 mod offers;
 mod seats;
+mod serving;
 mod stages;
 mod stripes;
 mod transactions;
 
-use std::cell::{Cell, RefCell};
 use std::convert::Infallible;
 use std::future::pending;
-use std::path::Path;
-use std::rc::Rc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::time::Duration;
 
-use base::budget::{Budget, PeerAddress};
-use base::clock::Instant;
-use base::collections::HashMap;
 use base::fault::Faults;
 use base::task::spawn_local;
 use base::thread::{ThreadClass, spawn};
 use base::watch;
-use base::work::booked;
 use channel::ofi::OfiHostOptions;
-use channel::{
-    Carrier, ChannelError, ChannelHello, ChannelWelcome, HostMemory, MemoryAccess, MemoryAnswer, Reach,
-    Socket, TargetInfo, VERSION,
-};
 use store::stripes::{EngineOptions, Engines};
 use store::{Driver, ObjectStore};
-use tokio::net::{TcpListener, UnixListener};
-use tokio::sync::Notify;
+use tokio::runtime::Runtime;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::task::LocalSet;
 use uuid::Uuid;
 
-use host_attachment::{HostAttachment, Reached, Rings};
+pub use listener::StoreListener;
+
+use listener::AsyncListener;
+use loops::{Loops, Peer};
 use offers::OfiHostSource;
-use seats::{SeatHeld, SeatLimits, Seats};
+use seats::{SeatLimits, Seats};
+use serving::ServingContext;
 
-/// Maximum number of connected peers that have not sent a hello.
-const HELLOS: usize = 32;
-
-/// How long a peer may take to send its hello.
-const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
+/// Maximum number of event loops of a server.
+pub const MAX_LOOPS: usize = 64;
 
 /// A target that a server offers.
 #[derive(Clone)]
@@ -62,34 +56,6 @@ pub struct ServedTarget {
     pub uuid: Uuid,
     /// The target's store.
     pub store: Arc<dyn ObjectStore>,
-}
-
-/// The socket on which a server listens.
-#[derive(Debug)]
-pub enum StoreListener {
-    /// A UNIX socket. It carries file descriptors of host memory.
-    Unix(std::os::unix::net::UnixListener),
-    /// A TCP socket. It carries all data unless the osd reaches host memory through libfabric. It
-    /// is not authenticated, so bind it to a trusted network.
-    Tcp(std::net::TcpListener),
-    /// A simulated listener.
-    #[cfg(feature = "sim")]
-    Sim(channel::sim::SimListener),
-}
-
-impl StoreListener {
-    /// Listens at `path`. Removes any existing file at `path` first, such as the socket of a dead
-    /// process.
-    ///
-    /// # Errors
-    /// Fails if the path cannot be bound.
-    pub fn unix(path: &Path) -> std::io::Result<StoreListener> {
-        match std::fs::remove_file(path) {
-            Err(e) if e.kind() != std::io::ErrorKind::NotFound => return Err(e),
-            _ => {}
-        }
-        Ok(StoreListener::Unix(std::os::unix::net::UnixListener::bind(path)?))
-    }
 }
 
 /// Options of a server.
@@ -108,6 +74,9 @@ pub struct ServerOptions {
     pub poll: Duration,
     /// The engines that compute parity on the host. `None` starts a minimal set.
     pub engines: Option<Arc<Engines>>,
+    /// Number of event loops, 1 to [`MAX_LOOPS`]. They share the attachments and the drivers. A
+    /// [`LocalServer`] has one loop.
+    pub loops: usize,
 }
 
 impl Default for ServerOptions {
@@ -119,6 +88,7 @@ impl Default for ServerOptions {
             faults: Faults::default(),
             poll: Duration::ZERO,
             engines: None,
+            loops: 1,
         }
     }
 }
@@ -170,9 +140,17 @@ impl ServerControls {
             None => Arc::new(Engines::start(EngineOptions::default(), None)?),
         };
         let (targets, offered) = watch::channel(targets.into());
-        let counts_of = Arc::clone(&counts);
-        let serving =
-            ServingContext { targets: offered, engines, options, counts: counts_of, serves, stopped };
+        let (memory, outstanding) = (options.max_memory, options.max_outstanding);
+        let serving = ServingContext {
+            targets: offered,
+            engines,
+            counts: Arc::clone(&counts),
+            seats: Seats::new(SeatLimits { memory, outstanding }),
+            offers: Arc::new(OfiHostSource::new(options.ofi.clone(), &options.faults)),
+            options,
+            serves,
+            stopped,
+        };
         Ok((ServerControls { counts, stop, targets }, serving, ended))
     }
 
@@ -197,71 +175,96 @@ impl ServerControls {
     }
 }
 
-/// Serves stores to the shards of one osd at a time, on a thread of its own. Dropping the server ends
+/// Serves stores to the shards of one osd at a time, on threads of its own. Dropping the server ends
 /// all attachments.
 pub struct Server {
     controls: ServerControls,
-    drivers: UnboundedSender<Driver>,
+    /// For each loop, the sender of further drivers.
+    drivers: Vec<UnboundedSender<Driver>>,
     /// Closed when the last serving task has ended.
     ended: Mutex<mpsc::Receiver<Infallible>>,
+}
+
+/// The parts of an event loop, for its thread.
+struct LoopParts {
+    number: usize,
+    runtime: Runtime,
+    drivers: UnboundedReceiver<Driver>,
+    peers: PeersOf,
+}
+
+/// How a loop gets its peers.
+enum PeersOf {
+    /// The first loop accepts all connections, and passes some of them to other loops.
+    Listener(AsyncListener, Loops),
+    /// A further loop gets connections from the first loop.
+    First(UnboundedReceiver<Peer>),
 }
 
 impl Server {
     /// Starts to serve `targets`.
     ///
     /// # Errors
-    /// Fails if the listener cannot be polled or the thread cannot be started.
+    /// Fails if the listener cannot be polled or a thread cannot be started.
     pub fn serve(
         listener: StoreListener,
         targets: Vec<ServedTarget>,
         options: ServerOptions,
     ) -> std::io::Result<Server> {
-        Server::serve_and_drive(listener, targets, Vec::new(), options, pending)
+        Server::serve_and_drive(listener, targets, Vec::new(), options, |_| pending())
     }
 
-    /// Starts to serve `targets`, and runs their `drivers` on the same thread. A call and its
-    /// answer then pass between server and driver without a wake-up. The drivers run until their
-    /// stores are unmounted or dropped, even after the server has stopped. The future of `beside`
-    /// also runs on this thread, until it completes or the server stops.
+    /// Starts to serve `targets`, and runs their `drivers` on the same threads. The loops take the
+    /// targets in turn. A call and its answer pass between an attachment and a driver of the same loop
+    /// without a wake-up. The drivers run until their stores are unmounted or dropped, even after the
+    /// server has stopped. On each loop, the future that `beside` returns for the loop's number also
+    /// runs, until it completes or the server stops.
     ///
     /// # Errors
-    /// Fails if the listener cannot be polled or the thread cannot be started.
+    /// Fails if the listener cannot be polled or a thread cannot be started.
     pub fn serve_and_drive<F>(
         listener: StoreListener,
         targets: Vec<ServedTarget>,
         drivers: Vec<Driver>,
         options: ServerOptions,
-        beside: impl FnOnce() -> F + Send + 'static,
+        beside: impl Fn(usize) -> F + Clone + Send + 'static,
     ) -> std::io::Result<Server>
     where
         F: Future<Output = ()> + 'static,
     {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        let count = options.loops.clamp(1, MAX_LOOPS);
+        let runtime = || tokio::runtime::Builder::new_current_thread().enable_all().build();
+        let first = runtime()?;
         let listener = {
-            let _entered = runtime.enter();
+            let _entered = first.enter();
             AsyncListener::new(listener)?
         };
         let (controls, serving, ended) = ServerControls::new(targets, options)?;
-        let (drive, more_drivers) = unbounded_channel();
-        let mut stopped = controls.stop.subscribe();
-        // The thread ends by itself when nothing is left to do.
-        spawn(ThreadClass::Channel, "0", move || {
-            let local = LocalSet::new();
-            for driver in drivers {
-                local.spawn_local(booked(ThreadClass::Store, driver.run()));
-            }
-            local.spawn_local(async move {
-                tokio::select! {
-                    biased;
-                    _ = stopped.wait_for(|stop| *stop) => {}
-                    () = beside() => {}
-                }
-            });
-            local.spawn_local(drive_more(more_drivers));
-            local.spawn_local(serving.run(listener));
-            runtime.block_on(local);
-        })?;
-        Ok(Server { controls, drivers: drive, ended: Mutex::new(ended) })
+        let (loops, receivers) = Loops::new(count);
+        let peers = std::iter::once(PeersOf::Listener(listener, loops))
+            .chain(receivers.into_iter().map(PeersOf::First));
+        let runtimes = std::iter::once(Ok(first)).chain(std::iter::repeat_with(runtime));
+        let mut server = Server { controls, drivers: Vec::new(), ended: Mutex::new(ended) };
+        // If a thread cannot be started, the context is dropped before the server, which waits for that.
+        let serving = serving;
+        for (number, (peers, runtime)) in peers.zip(runtimes).enumerate() {
+            let (drive, drivers) = unbounded_channel();
+            let parts = LoopParts { number, runtime: runtime?, drivers, peers };
+            let (serving, stopped) = (serving.clone(), server.controls.stop.subscribe());
+            let beside = beside.clone();
+            // The thread ends by itself when nothing is left to do.
+            spawn(ThreadClass::Channel, &number.to_string(), move || parts.run(serving, stopped, beside))?;
+            server.drivers.push(drive);
+        }
+        drivers.into_iter().for_each(|driver| server.drive(driver));
+        Ok(server)
+    }
+
+    /// Runs a driver on the loop of its target.
+    fn drive(&self, driver: Driver) {
+        let place = self.controls.targets.borrow().iter().position(|t| t.uuid == driver.target());
+        // Sending fails only if the thread has panicked.
+        let _ = self.drivers[place.unwrap_or(0) % self.drivers.len()].send(driver);
     }
 
     /// Serves a new store under the UUID of a target that was remounted. Runs the store's driver as
@@ -269,8 +272,7 @@ impl Server {
     /// of the change. Calls of the old attachments never reach the new store.
     pub fn replace(&self, uuid: Uuid, store: Arc<dyn ObjectStore>, driver: Option<Driver>) {
         if let Some(driver) = driver {
-            // Sending fails only if the thread has panicked.
-            let _ = self.drivers.send(driver);
+            self.drive(driver);
         }
         self.controls.replace(uuid, &store);
     }
@@ -313,7 +315,8 @@ impl LocalServer {
     ) -> std::io::Result<(LocalServer, impl Future<Output = ()> + use<>)> {
         let listener = AsyncListener::new(listener)?;
         let (controls, serving, _) = ServerControls::new(targets, options)?;
-        Ok((LocalServer(controls), serving.run(listener)))
+        let (loops, _) = Loops::new(1);
+        Ok((LocalServer(controls), serving.accept(listener, loops)))
     }
 
     /// Serves a new store under the UUID of a target that was remounted. Ends all attachments, so
@@ -340,264 +343,36 @@ impl Drop for LocalServer {
     }
 }
 
-/// Runs drivers that are added later, each in its own task.
-async fn drive_more(mut drivers: UnboundedReceiver<Driver>) {
+impl LoopParts {
+    /// Runs the loop until the server is stopped, its attachments have ended, and its drivers have
+    /// ended.
+    fn run<F>(self, serving: ServingContext, stopped: watch::Receiver<bool>, beside: impl FnOnce(usize) -> F)
+    where
+        F: Future<Output = ()> + 'static,
+    {
+        let LoopParts { number, runtime, drivers, peers } = self;
+        let local = LocalSet::new();
+        local.spawn_local(drive(drivers));
+        let beside = beside(number);
+        let mut until_stopped = stopped;
+        local.spawn_local(async move {
+            tokio::select! {
+                biased;
+                _ = until_stopped.wait_for(|stop| *stop) => {}
+                () = beside => {}
+            }
+        });
+        match peers {
+            PeersOf::Listener(listener, loops) => local.spawn_local(serving.accept(listener, loops)),
+            PeersOf::First(peers) => local.spawn_local(serving.serve_peers(peers)),
+        };
+        runtime.block_on(local);
+    }
+}
+
+/// Runs drivers, each in its own task.
+async fn drive(mut drivers: UnboundedReceiver<Driver>) {
     while let Some(driver) = drivers.recv().await {
         spawn_local(ThreadClass::Store, driver.run());
     }
-}
-
-enum AsyncListener {
-    Unix(UnixListener),
-    Tcp(TcpListener),
-    #[cfg(feature = "sim")]
-    Sim(channel::sim::SimListener),
-}
-
-impl AsyncListener {
-    fn new(listener: StoreListener) -> std::io::Result<AsyncListener> {
-        Ok(match listener {
-            StoreListener::Unix(listener) => {
-                listener.set_nonblocking(true)?;
-                AsyncListener::Unix(UnixListener::from_std(listener)?)
-            }
-            StoreListener::Tcp(listener) => {
-                listener.set_nonblocking(true)?;
-                AsyncListener::Tcp(TcpListener::from_std(listener)?)
-            }
-            #[cfg(feature = "sim")]
-            StoreListener::Sim(listener) => AsyncListener::Sim(listener),
-        })
-    }
-
-    async fn accept(&self) -> std::io::Result<(Socket, PeerAddress)> {
-        match self {
-            AsyncListener::Unix(listener) => {
-                Ok((Socket::Unix(listener.accept().await?.0), PeerAddress::Local))
-            }
-            AsyncListener::Tcp(listener) => loop {
-                let (stream, peer) = listener.accept().await?;
-                match Socket::tcp(stream) {
-                    Ok(socket) => return Ok((socket, peer.ip().into())),
-                    Err(e) => tracing::debug!(%peer, "a connection ended before it was accepted: {e}"),
-                }
-            },
-            #[cfg(feature = "sim")]
-            AsyncListener::Sim(listener) => Ok((listener.accept().await?, PeerAddress::Local)),
-        }
-    }
-}
-
-struct ServingContext {
-    targets: watch::Receiver<Arc<[ServedTarget]>>,
-    engines: Arc<Engines>,
-    options: ServerOptions,
-    counts: Arc<Counts>,
-    serves: mpsc::Sender<Infallible>,
-    stopped: watch::Receiver<bool>,
-}
-
-/// The slots of peers that have not sent a hello. Few slots suffice, because an osd sends the hello
-/// as soon as it has connected. When a new peer needs a slot and none is free, a silent peer loses
-/// its slot, preferably a peer of an address that holds more than its fair share of slots.
-struct Hellos {
-    budget: RefCell<Budget<u64>>,
-    /// Notifies each peer when it has lost its slot.
-    peers: RefCell<HashMap<u64, Rc<Notify>>>,
-    last: Cell<u64>,
-}
-
-impl Default for Hellos {
-    fn default() -> Hellos {
-        let budget = RefCell::new(Budget::new(HELLOS, Duration::ZERO));
-        Hellos { budget, peers: RefCell::default(), last: Cell::new(0) }
-    }
-}
-
-impl Hellos {
-    fn admit(self: &Rc<Self>, peer: PeerAddress) -> Option<HelloPlace> {
-        let id = self.last.get() + 1;
-        self.last.set(id);
-        let victim = self.budget.borrow_mut().admit(id, peer, Instant::now()).ok()?;
-        self.end(victim);
-        let lost = Rc::new(Notify::new());
-        self.peers.borrow_mut().insert(id, Rc::clone(&lost));
-        Some(HelloPlace { hellos: Rc::clone(self), id, lost })
-    }
-
-    /// Drops one peer to free its file descriptor.
-    fn shed(&self) {
-        let victim = self.budget.borrow_mut().shed(Instant::now());
-        self.end(victim);
-    }
-
-    fn end(&self, victim: Option<u64>) {
-        if let Some(lost) = victim.and_then(|victim| self.peers.borrow_mut().remove(&victim)) {
-            metrics::counter!("outboard_store_connections_reclaimed_total").increment(1);
-            lost.notify_one();
-        }
-    }
-}
-
-/// The slot of one peer that has not sent a hello. Dropping it frees the slot.
-struct HelloPlace {
-    hellos: Rc<Hellos>,
-    id: u64,
-    lost: Rc<Notify>,
-}
-
-impl HelloPlace {
-    /// Resolves when another peer has taken the slot.
-    async fn lost(&self) {
-        self.lost.notified().await;
-    }
-}
-
-impl Drop for HelloPlace {
-    fn drop(&mut self) {
-        self.hellos.budget.borrow_mut().remove(self.id);
-        self.hellos.peers.borrow_mut().remove(&self.id);
-    }
-}
-
-/// The seat of an attachment, which the server's status counts. Dropping it frees the seat.
-struct AttachedSeat {
-    held: SeatHeld,
-    counts: Arc<Counts>,
-    _serves: mpsc::Sender<Infallible>,
-}
-
-impl AttachedSeat {
-    fn new(held: SeatHeld, counts: &Arc<Counts>, serves: mpsc::Sender<Infallible>) -> AttachedSeat {
-        counts.seats.fetch_add(1, Ordering::Relaxed);
-        AttachedSeat { held, counts: Arc::clone(counts), _serves: serves }
-    }
-}
-
-impl Drop for AttachedSeat {
-    fn drop(&mut self) {
-        self.counts.seats.fetch_sub(1, Ordering::Relaxed);
-    }
-}
-
-impl ServingContext {
-    /// Serves osds until the server is stopped and all attachments have ended.
-    async fn run(self, listener: AsyncListener) {
-        let (memory, outstanding) = (self.options.max_memory, self.options.max_outstanding);
-        let seats = Seats::new(SeatLimits { memory, outstanding });
-        let offers = Rc::new(OfiHostSource::new(self.options.ofi.clone(), &self.options.faults));
-        let hellos = Rc::new(Hellos::default());
-        let mut stopped = self.stopped.clone();
-        loop {
-            let socket = tokio::select! {
-                biased;
-                _ = stopped.wait_for(|stop| *stop) => break,
-                socket = listener.accept() => socket,
-            };
-            match socket {
-                Ok((socket, peer)) => {
-                    let Some(place) = hellos.admit(peer) else { continue };
-                    self.open(socket, place, &seats, &offers);
-                    // A dropped peer frees its descriptor before the next peer takes another.
-                    tokio::task::yield_now().await;
-                }
-                Err(e) => {
-                    tracing::error!("cannot accept a connection of an osd: {e}");
-                    hellos.shed();
-                    tokio::time::sleep(Duration::from_millis(100)).await;
-                }
-            }
-        }
-        drop((self, listener));
-        seats.all_free().await;
-    }
-
-    /// Performs the handshake and serves the peer, in its own task, so that a silent peer does not
-    /// delay others.
-    fn open(&self, socket: Socket, place: HelloPlace, seats: &Rc<Seats>, offers: &Rc<OfiHostSource>) {
-        let mut offered = self.targets.clone();
-        let mut stopped = self.stopped.clone();
-        let targets = Arc::clone(&offered.borrow_and_update());
-        let (options, counts) = (self.options.clone(), Arc::clone(&self.counts));
-        let engines = Arc::clone(&self.engines);
-        let (seats, offers, serves) = (Rc::clone(seats), Rc::clone(offers), self.serves.clone());
-        spawn_local(ThreadClass::Channel, async move {
-            let decide = |hello: &ChannelHello, carrier: &Carrier| {
-                let seat = AttachedSeat::new(seats.claim(hello.seat)?, &counts, serves);
-                let number = counts.attachments.fetch_add(1, Ordering::Relaxed) + 1;
-                let name = format!("attachment {number} ({})", hello.seat);
-                let (welcome, access, rings) =
-                    decide(hello, carrier, &targets, &options, &offers, &seat.held, number)?;
-                Ok((welcome, access, (name, seat, rings)))
-            };
-            let opened = tokio::select! {
-                biased;
-                _ = stopped.wait_for(|stop| *stop) => return,
-                () = place.lost() => return tracing::debug!("a peer that has sent no hello has lost its slot"),
-                opened = tokio::time::timeout(HELLO_TIMEOUT, channel::accept(socket, decide)) => opened,
-            };
-            let ((name, seat, rings), control) = match opened {
-                Ok(Ok((_, admitted, control))) => (admitted, control),
-                Ok(Err(e)) => return tracing::warn!("no attachment was opened: {e}"),
-                Err(_) => return tracing::warn!("no attachment was opened: the peer sent no hello in time"),
-            };
-            drop(place);
-            let attachment = HostAttachment::new(targets, engines, rings, control, counts, &options);
-            let stop = async {
-                tokio::select! {
-                    biased;
-                    _ = stopped.wait_for(|stop| *stop) => {}
-                    Ok(()) = offered.changed() => {
-                        tracing::info!("{name} ends because a target was remounted");
-                    }
-                }
-            };
-            attachment.run(&name, stop, || drop(seat)).await;
-        });
-    }
-}
-
-/// Decides how to serve an osd. If possible, the server provides the host memory that the osd asks
-/// for, and reserves it for the `seat`. Otherwise it states the reason, and the control socket carries
-/// all data, which is slower. A request above the server's limits is refused.
-fn decide(
-    hello: &ChannelHello,
-    carrier: &Carrier,
-    targets: &[ServedTarget],
-    options: &ServerOptions,
-    offers: &Rc<OfiHostSource>,
-    seat: &SeatHeld,
-    attachment: u64,
-) -> channel::Result<(ChannelWelcome, Option<MemoryAccess>, Option<Rings>)> {
-    let targets_info = targets.iter().map(|target| TargetInfo { uuid: target.uuid }).collect();
-    let memory = MemoryAnswer::None(None);
-    let welcome =
-        ChannelWelcome { version: VERSION, nonce: hello.nonce, attachment, memory, targets: targets_info };
-    let Some(request) = &hello.memory else { return Ok((welcome, None, None)) };
-    request.layout.check()?;
-    seat.reserve(request.layout.len(), hello.outstanding as usize)?;
-    let without_memory = |welcome: ChannelWelcome, why: String| {
-        tracing::warn!("attachment {attachment} has no host memory: {why}");
-        seat.release_memory();
-        Ok((ChannelWelcome { memory: MemoryAnswer::None(Some(why)), ..welcome }, None, None))
-    };
-    let memory = HostMemory::new(request.layout)?;
-    let opened = match &request.reach {
-        Reach::Descriptors if carrier.carries_memory() => Reached::by_descriptors(&memory, carrier),
-        Reach::Descriptors => {
-            let why = "file descriptors cannot be sent over TCP; use a UNIX socket, or the engine ofi";
-            return without_memory(welcome, why.to_owned());
-        }
-        Reach::Ofi { provider } => Reached::by_offer(offers, provider, &memory),
-    };
-    let (reached, answer, access) = match opened {
-        Ok(opened) => opened,
-        Err(ChannelError::Refused(why)) => return without_memory(welcome, why),
-        Err(e) => return without_memory(welcome, e.to_string()),
-    };
-    for target in targets {
-        target.store.register_memory(&memory.arena);
-    }
-    let rings = Rings::new(memory, reached, hello.outstanding as usize, options.faults.clone());
-    Ok((ChannelWelcome { memory: answer, ..welcome }, access, Some(rings)))
 }

@@ -1,16 +1,15 @@
 //! Offers of host memory to engines that reach it over a network. The network device is opened when
 //! the first osd asks for an offer.
 
-use std::cell::RefCell;
-use std::rc::Rc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use base::fault::Faults;
 use channel::ofi::{OfiHost, OfiHostOptions};
 
-/// The source of offers. It lives on the server's thread.
+/// The source of offers, which the loops of a server share.
 pub(super) struct OfiHostSource {
     options: Option<OfiHostOptions>,
-    host: RefCell<Option<Rc<OfiHost>>>,
+    host: Mutex<Option<Arc<OfiHost>>>,
 }
 
 impl OfiHostSource {
@@ -18,7 +17,7 @@ impl OfiHostSource {
     /// offers.
     pub(super) fn new(options: Option<OfiHostOptions>, faults: &Faults) -> OfiHostSource {
         let options = options.map(|options| OfiHostOptions { faults: faults.clone(), ..options });
-        OfiHostSource { options, host: RefCell::default() }
+        OfiHostSource { options, host: Mutex::default() }
     }
 
     /// Returns the host for engines that use `provider`. Call this before every offer, because it
@@ -27,7 +26,7 @@ impl OfiHostSource {
     ///
     /// # Errors
     /// The error is a text for the osd's status. It says why there is no host, and what to do.
-    pub(super) fn host(&self, provider: &str) -> Result<Rc<OfiHost>, String> {
+    pub(super) fn host(&self, provider: &str) -> Result<Arc<OfiHost>, String> {
         let Some(options) = &self.options else {
             return Err(
                 "this store offers no memory by libfabric; configure an address for it to listen on, \
@@ -49,9 +48,9 @@ impl OfiHostSource {
                 options.address
             ));
         }
-        let mut host = self.host.borrow_mut();
+        let mut host = self.host.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(host) = host.as_ref().filter(|host| host.is_running()) {
-            return Ok(Rc::clone(host));
+            return Ok(Arc::clone(host));
         }
         // The failed host must free its address before a new host can listen on it.
         *host = None;
@@ -59,8 +58,8 @@ impl OfiHostSource {
             let address = options.address;
             format!("this store cannot offer memory by libfabric's provider {provider} at {address}: {e}")
         })?;
-        let started = Rc::new(started);
-        *host = Some(Rc::clone(&started));
+        let started = Arc::new(started);
+        *host = Some(Arc::clone(&started));
         Ok(started)
     }
 }

@@ -1,9 +1,8 @@
 //! The seats of a server: which osd is attached, with which of its seats, and how much host memory
 //! these seats use.
 
-use std::cell::RefCell;
 use std::collections::BTreeMap;
-use std::rc::Rc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use channel::{ChannelError, SeatClaim};
 use tokio::sync::Notify;
@@ -57,26 +56,27 @@ struct SeatTable {
     held: BTreeMap<u16, SeatUse>,
 }
 
-/// Grants seats: to one run of an osd at a time, and each seat once at a time.
+/// Grants seats: to one run of an osd at a time, and each seat once at a time. The loops of a server
+/// share it, and use it only when attachments begin and end.
 pub(super) struct Seats {
     limits: SeatLimits,
-    table: RefCell<SeatTable>,
+    table: Mutex<SeatTable>,
     freed: Notify,
 }
 
 impl Seats {
-    pub(super) fn new(limits: SeatLimits) -> Rc<Seats> {
-        Rc::new(Seats { limits, table: RefCell::default(), freed: Notify::new() })
+    pub(super) fn new(limits: SeatLimits) -> Arc<Seats> {
+        Arc::new(Seats { limits, table: Mutex::default(), freed: Notify::new() })
     }
 
     /// Grants the seat that `claim` names. The claim must be [valid](SeatClaim::check).
     ///
     /// # Errors
     /// Fails if another osd is attached, or if the seat is held.
-    pub(super) fn claim(self: &Rc<Self>, claim: SeatClaim) -> Result<SeatHeld, SeatRefusal> {
+    pub(super) fn claim(self: &Arc<Self>, claim: SeatClaim) -> Result<SeatHeld, SeatRefusal> {
         let SeatClaim { osd, seat, seats } = claim;
         assert!(seat < seats, "the handshake checks the claim");
-        let table = &mut *self.table.borrow_mut();
+        let table = &mut *self.table();
         if table.held.is_empty() {
             (table.osd, table.seats) = (osd, seats);
         }
@@ -90,12 +90,16 @@ impl Seats {
             return Err(SeatRefusal::StillAttached { seat });
         }
         table.held.insert(seat, SeatUse::default());
-        Ok(SeatHeld { seats: Rc::clone(self), seat })
+        Ok(SeatHeld { seats: Arc::clone(self), seat })
+    }
+
+    fn table(&self) -> MutexGuard<'_, SeatTable> {
+        self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Waits until no seat is held. Only one task may wait.
     pub(super) async fn all_free(&self) {
-        while !self.table.borrow().held.is_empty() {
+        while !self.table().held.is_empty() {
             self.freed.notified().await;
         }
     }
@@ -103,7 +107,7 @@ impl Seats {
 
 /// A held seat. Dropping it frees the seat.
 pub(super) struct SeatHeld {
-    seats: Rc<Seats>,
+    seats: Arc<Seats>,
     seat: u16,
 }
 
@@ -114,7 +118,7 @@ impl SeatHeld {
     /// Fails if all seats together would exceed a limit.
     pub(super) fn reserve(&self, len: usize, requests: usize) -> Result<(), SeatRefusal> {
         let limits = self.seats.limits;
-        let held = &mut self.seats.table.borrow_mut().held;
+        let held = &mut self.seats.table().held;
         held.insert(self.seat, SeatUse { memory: len, outstanding: requests });
         let memory = held.values().fold(0usize, |sum, used| sum.saturating_add(used.memory));
         let outstanding = held.values().fold(0usize, |sum, used| sum.saturating_add(used.outstanding));
@@ -128,13 +132,13 @@ impl SeatHeld {
 
     /// Ends the reservation of a seat that gets no host memory.
     pub(super) fn release_memory(&self) {
-        self.seats.table.borrow_mut().held.insert(self.seat, SeatUse::default());
+        self.seats.table().held.insert(self.seat, SeatUse::default());
     }
 }
 
 impl Drop for SeatHeld {
     fn drop(&mut self) {
-        let held = self.seats.table.borrow_mut().held.remove(&self.seat);
+        let held = self.seats.table().held.remove(&self.seat);
         assert!(held.is_some(), "a held seat is in the table");
         self.seats.freed.notify_one();
     }

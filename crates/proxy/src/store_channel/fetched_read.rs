@@ -196,7 +196,7 @@ pub(super) fn choose_landing(ring: &RingSide, dest: Option<ArenaBuf>, len: usize
 /// Copies the first `len` bytes of a range from the mirror, into the caller's buffer if there is
 /// one.
 fn copy_from_mirror(ring: &RingSide, range: &HeldRange, len: usize, dest: Option<ArenaBuf>) -> Bytes {
-    metrics::counter!("outboard_proxy_landing_copy_bytes").increment(len as u64);
+    ring.count_landed(len);
     let at = ring.range_offset(range);
     match dest {
         Some(mut dest) => {

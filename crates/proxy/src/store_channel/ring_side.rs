@@ -55,7 +55,9 @@ pub(crate) struct RingSide {
     unposted: VecDeque<(QueueId, Chain)>,
     engine_full: bool,
     failed: Option<String>,
+    /// Bytes of payload that were copied into the mirror, and from the mirror.
     copied: metrics::Counter,
+    landed: metrics::Counter,
 }
 
 impl RingSide {
@@ -83,6 +85,7 @@ impl RingSide {
             engine_full: false,
             failed: None,
             copied: metrics::counter!("outboard_proxy_staging_copy_bytes"),
+            landed: metrics::counter!("outboard_proxy_landing_copy_bytes"),
         }
     }
 
@@ -166,6 +169,11 @@ impl RingSide {
             self.copied.increment(piece.len() as u64);
             host_offset
         })
+    }
+
+    /// Counts `len` bytes that are copied from the mirror.
+    pub(super) fn count_landed(&self, len: usize) {
+        self.landed.increment(len as u64);
     }
 
     /// The queue for the payload of the stage or request with the number `key`.

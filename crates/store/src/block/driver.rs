@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use base::clock::Instant;
 use tokio::time::Sleep;
+use uuid::Uuid;
 
 use super::backend::DriverBackend;
 use super::core::Core;
@@ -42,12 +43,7 @@ enum Kind {
 
 impl std::fmt::Debug for Driver {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let target = match &self.0 {
-            Kind::Hardware(driver) => driver.core.superblock.uuid,
-            #[cfg(feature = "sim")]
-            Kind::Simulated(driver) => driver.core.superblock.uuid,
-        };
-        f.debug_struct("Driver").field("target", &target).finish_non_exhaustive()
+        f.debug_struct("Driver").field("target", &self.target()).finish_non_exhaustive()
     }
 }
 
@@ -61,6 +57,16 @@ impl Driver {
     #[cfg(feature = "sim")]
     pub(super) fn simulated(core: Core, backend: SimBackend, mailbox: Mailbox) -> Driver {
         Driver(Kind::Simulated(Box::new(DriverOn { core, backend, mailbox })))
+    }
+
+    /// Returns the UUID of the target.
+    #[must_use]
+    pub fn target(&self) -> Uuid {
+        match &self.0 {
+            Kind::Hardware(driver) => driver.core.superblock.uuid,
+            #[cfg(feature = "sim")]
+            Kind::Simulated(driver) => driver.core.superblock.uuid,
+        }
     }
 
     /// Runs the target as a task of a Tokio runtime with I/O and time enabled, until the target is
