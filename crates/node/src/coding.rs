@@ -59,7 +59,14 @@ pub fn engines(config: &Config, accelerator: Option<Worker>, faults: &Faults) ->
 }
 
 /// Returns the configuration with which an osd decides where to compute parity.
-pub fn osd_config(config: &Config, placement: Placement, stripes: StripesAt, faults: Faults) -> CodingConfig {
+/// All shards of the osd together have the configured number of threads, but each has at least one.
+pub fn osd_config(
+    config: &Config,
+    shards: u16,
+    placement: Placement,
+    stripes: StripesAt,
+    faults: Faults,
+) -> CodingConfig {
     let coding = &config.coding;
     let offload = match (coding.offload, placement) {
         (CodingOffload::Accelerator, _) => Some(CodingOffload::Accelerator),
@@ -69,7 +76,7 @@ pub fn osd_config(config: &Config, placement: Placement, stripes: StripesAt, fau
     CodingConfig {
         mode: coding.mode,
         offload,
-        threads: coding.dpu_threads,
+        threads: (coding.dpu_threads / usize::from(shards)).max(1),
         host_threads: coding.host_threads,
         queue: coding.queue,
         cool_down: coding.cool_down.0,

@@ -238,7 +238,7 @@ async fn open(common: &ShardCommon, number: u16) -> Result<OpenShard> {
         .map(|attachment| OffloadSource(Arc::new(move || attachment.status().offload)));
     let faults = common.controls.faults().clone();
     let osd_config = OsdConfig {
-        coding: coding::osd_config(config, backend.placement, backend.stripes.clone(), faults),
+        coding: coding::osd_config(config, common.shards, backend.placement, backend.stripes.clone(), faults),
         segments_in_flight: in_flight,
         offload,
         placement: backend.placement,

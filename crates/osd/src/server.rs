@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use base::pool::BufferPool;
 use base::thread::ThreadClass;
+use base::watch;
 use futures::future::join_all;
 use messenger::{Listener, NetworkStack};
 use store::ObjectStore;
@@ -61,6 +62,7 @@ pub struct FirstShard {
     addresses: Addresses,
     mailbox: ShardMailbox,
     further: Vec<oneshot::Sender<Beginning>>,
+    unfinished: Unfinished,
 }
 
 /// A further shard of an osd that is about to start.
@@ -69,6 +71,7 @@ pub struct FurtherShard {
     addresses: Addresses,
     mailbox: ShardMailbox,
     beginning: oneshot::Receiver<Beginning>,
+    unfinished: Unfinished,
 }
 
 /// What the first shard passes to a further shard.
@@ -90,22 +93,18 @@ struct Beginning {
 #[must_use]
 pub fn shards(count: u16) -> (FirstShard, Vec<FurtherShard>) {
     assert!((1..=MAX_SHARDS).contains(&count), "an osd has 1 to {MAX_SHARDS} shards");
-    let (addresses, mut mailboxes) = mailboxes(count);
+    let (addresses, mailboxes) = mailboxes(count);
+    let mut parts = mailboxes.into_iter().zip(Unfinished::each(count));
+    let (mailbox, unfinished) = parts.next().expect("the osd has a first shard");
     let mut senders = Vec::new();
-    let mut further = |(number, mailbox)| {
+    let further = |(number, (mailbox, unfinished))| {
         let (sender, beginning) = oneshot::channel();
         senders.push(sender);
-        FurtherShard {
-            share: GroupShare::new(number, count),
-            addresses: addresses.clone(),
-            mailbox,
-            beginning,
-        }
+        let share = GroupShare::new(number, count);
+        FurtherShard { share, addresses: addresses.clone(), mailbox, beginning, unfinished }
     };
-    let rest = mailboxes.split_off(1);
-    let further_shards = (1..count).zip(rest).map(&mut further).collect();
-    let mailbox = mailboxes.remove(0);
-    (FirstShard { addresses, mailbox, further: senders }, further_shards)
+    let further_shards = (1..count).zip(parts).map(further).collect();
+    (FirstShard { addresses, mailbox, further: senders, unfinished }, further_shards)
 }
 
 impl FirstShard {
@@ -123,7 +122,7 @@ impl FirstShard {
         stop: impl Future<Output = ()>,
     ) {
         let mailbox = MailboxTask::default();
-        let (osd, listener) = match self.start(resources, stack, listen, &mailbox).await {
+        let (osd, listener, unfinished) = match self.start(resources, stack, listen, &mailbox).await {
             Ok(started) => started,
             Err(e) => return ready(Err(e)),
         };
@@ -137,7 +136,7 @@ impl FirstShard {
         let removing: Vec<_> = shard.map.borrow().pools.iter().filter(|p| p.removing).cloned().collect();
         removing.into_iter().for_each(|record| osd.empty_in_background(record));
         let upkeep = spawn(Rc::clone(&osd).look_after_targets());
-        run(&shard, listener, stop).await;
+        run(&shard, listener, unfinished, stop).await;
         upkeep.abort();
         shard.age.save(&shard.targets, &shard.witness, LAST_WORD).await;
     }
@@ -148,20 +147,21 @@ impl FirstShard {
         stack: Arc<dyn NetworkStack>,
         listen: &str,
         mailbox: &MailboxTask,
-    ) -> Result<(Rc<Osd>, Box<dyn Listener>), StartError> {
+    ) -> Result<(Rc<Osd>, Box<dyn Listener>, Unfinished), StartError> {
+        let FirstShard { addresses, mailbox: errands, further, unfinished } = self;
         let ShardResources { config, targets, staging } = resources;
-        let share = GroupShare::new(FIRST, self.further.len() as u16 + 1);
+        let share = GroupShare::new(FIRST, further.len() as u16 + 1);
         let targets = make_targets(&config, targets, &staging);
         let basis = open_node(&config, &targets).await?;
-        let shard = Shard::new(config, share, self.addresses, staging, targets, basis.clone())?;
+        let shard = Shard::new(config, share, addresses, staging, targets, basis.clone())?;
         let osd = Osd::new(Rc::clone(&shard));
-        mailbox.start(self.mailbox, &shard);
+        mailbox.start(errands, &shard);
         let listener = stack.listen(listen).await?;
         // Without a port, the network chooses one.
         let chosen = split_port(listen).map_or(0, |(_, port)| port);
         let (_, port) = split_port(&listener.endpoint())?;
         let (mut ports, mut waiting) = (vec![port], Vec::new());
-        for (number, sender) in (1..).zip(self.further) {
+        for (number, sender) in (1..).zip(further) {
             let listen = if chosen == 0 { listen.to_owned() } else { with_offset(listen, number)? };
             let ((ready, is_ready), (all, ports)) = (oneshot::channel(), oneshot::channel());
             // The shard's thread has ended if sending fails. Then it is not ready either.
@@ -178,7 +178,7 @@ impl FirstShard {
             let _ = all.send(ports.clone());
         }
         shard.listens(endpoint(&*listener, ports));
-        Ok((osd, listener))
+        Ok((osd, listener, unfinished))
     }
 }
 
@@ -191,19 +191,20 @@ impl FurtherShard {
         stack: Arc<dyn NetworkStack>,
         stop: impl Future<Output = ()>,
     ) {
-        let Ok(Beginning { basis, listen, ready, ports }) = self.beginning.await else { return };
+        let FurtherShard { share, addresses, mailbox: errands, beginning, unfinished } = self;
+        let Ok(Beginning { basis, listen, ready, ports }) = beginning.await else { return };
         let ShardResources { config, targets, staging } = resources;
         let targets = make_targets(&config, targets, &staging);
         let mailbox = MailboxTask::default();
         let start = async {
-            let shard = Shard::new(config, self.share, self.addresses, staging, targets, basis)?;
+            let shard = Shard::new(config, share, addresses, staging, targets, basis)?;
             let listener = stack.listen(&listen).await?;
             let (_, port) = split_port(&listener.endpoint())?;
             Ok((shard, listener, port))
         };
         let (shard, listener) = match start.await {
             Ok((shard, listener, port)) => {
-                mailbox.start(self.mailbox, &shard);
+                mailbox.start(errands, &shard);
                 // If the first shard has ended, it sends no ports either.
                 let _ = ready.send(Ok(port));
                 (shard, listener)
@@ -212,7 +213,34 @@ impl FurtherShard {
         };
         let Ok(ports) = ports.await else { return };
         shard.listens(endpoint(&*listener, ports));
-        run(&shard, listener, stop).await;
+        run(&shard, listener, unfinished, stop).await;
+    }
+}
+
+/// A shard of an osd that has not finished its requests in progress. Until all shards have finished,
+/// they run each other's errands. Dropping the value means that the shard has finished.
+#[derive(Debug)]
+struct Unfinished(Arc<watch::Sender<u16>>);
+
+impl Unfinished {
+    /// Creates a value for each of `shards` shards.
+    fn each(shards: u16) -> impl Iterator<Item = Unfinished> {
+        let left = Arc::new(watch::Sender::new(shards));
+        (0..shards).map(move |_| Unfinished(Arc::clone(&left)))
+    }
+
+    /// Records that this shard has finished, and waits until all shards have finished.
+    async fn finish(self) {
+        let mut left = self.0.subscribe();
+        drop(self);
+        // An error means that the last value was dropped.
+        drop(left.wait_for(|left| *left == 0).await);
+    }
+}
+
+impl Drop for Unfinished {
+    fn drop(&mut self) {
+        self.0.send_modify(|left| *left -= 1);
     }
 }
 
@@ -233,8 +261,13 @@ impl Drop for MailboxTask {
     }
 }
 
-/// Serves clients until `stop` resolves, and then waits for requests in progress.
-async fn run(shard: &Rc<Shard>, listener: Box<dyn Listener>, stop: impl Future<Output = ()>) {
+/// Serves clients until `stop` resolves, and then waits for requests in progress, on all shards.
+async fn run(
+    shard: &Rc<Shard>,
+    listener: Box<dyn Listener>,
+    unfinished: Unfinished,
+    stop: impl Future<Output = ()>,
+) {
     let collector = spawn(Rc::clone(shard).collect_for_ever());
     let upkeep = spawn(Rc::clone(shard).look_after_groups());
     let accepting = spawn(serve::accept(Rc::clone(shard), listener));
@@ -246,6 +279,7 @@ async fn run(shard: &Rc<Shard>, listener: Box<dyn Listener>, stop: impl Future<O
         while shard.requests.now() > 0 {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
+        unfinished.finish().await;
     };
     if tokio::time::timeout(DRAIN, drained).await.is_err() {
         let (number, requests) = (shard.share.shard(), shard.requests.now());
@@ -378,7 +412,7 @@ impl OsdServer {
         let (first, further) = shards(resources.len() as u16);
         let mut resources = resources.into_iter();
         let own = resources.next().expect("an osd has at least one shard");
-        let stopped = base::watch::Sender::new(false);
+        let stopped = watch::Sender::new(false);
         let until_stopped = || {
             let mut stopped = stopped.subscribe();
             async move { drop(stopped.wait_for(|stopped| *stopped).await) }
@@ -402,6 +436,20 @@ impl OsdServer {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use futures::FutureExt;
+
+    #[tokio::test]
+    async fn a_shard_waits_until_the_other_shards_have_finished_or_ended() {
+        let mut shards: Vec<Unfinished> = Unfinished::each(3).collect();
+        let ended = shards.pop();
+        let (last, first) = (shards.pop().unwrap(), shards.pop().unwrap());
+        let mut first = std::pin::pin!(first.finish());
+        assert!(first.as_mut().now_or_never().is_none());
+        drop(ended);
+        assert!(first.as_mut().now_or_never().is_none(), "another shard has not finished");
+        last.finish().await;
+        first.await;
+    }
 
     #[test]
     fn shards_listen_to_consecutive_ports() {

@@ -121,7 +121,6 @@ impl ServingContext {
         let (seats, offers) = (Arc::clone(&self.seats), Arc::clone(&self.offers));
         let serves = self.serves.clone();
         spawn_local(ThreadClass::Channel, async move {
-            let _on_loop = on_loop;
             let decide = |hello: &ChannelHello, carrier: &Carrier| {
                 let seat = AttachedSeat::new(seats.claim(hello.seat)?, &counts, serves);
                 let number = counts.attachments.fetch_add(1, Ordering::Relaxed) + 1;
@@ -152,7 +151,7 @@ impl ServingContext {
                     }
                 }
             };
-            attachment.run(&name, stop, || drop(seat)).await;
+            attachment.run(&name, stop, || drop((on_loop, seat))).await;
         });
     }
 }

@@ -67,6 +67,8 @@ struct State {
     routes: Routes,
     links: Links,
     closed: bool,
+    /// Whether a link tells the node that the session has ended, or has told it.
+    tells_end: bool,
 }
 
 /// The session. When it is dropped, a background task tells the node that the session has ended,
@@ -125,6 +127,7 @@ impl ClientSession {
             routes,
             links: Links::new(connection.limits()),
             closed: false,
+            tells_end: false,
         };
         let shards = state.links.add_missing(state.routes.shards());
         let number = state.links.attach(opened.shard, Arc::clone(&connection));
@@ -230,18 +233,19 @@ impl Shared {
         drop(self.session_state.subscribe().wait_for(|state| *state != SessionState::Open).await);
     }
 
-    /// Closes the connection of a link. The first shard's link first tells the node that the
-    /// session has ended and that none of its requests will be repeated.
+    /// Closes the connection of a link. The first link that ends first tells the node that the session
+    /// has ended and that none of its requests will be repeated.
     pub(super) async fn end_link(&self, shard: u16) {
-        let (connection, seq) = {
+        let (connection, seq, is_first) = {
             let mut state = self.lock();
-            (state.links.take(shard), state.table.next_seq())
+            let Some(connection) = state.links.take(shard) else { return };
+            let is_first = !std::mem::replace(&mut state.tells_end, true);
+            (connection, state.table.next_seq(), is_first)
         };
-        let Some(connection) = connection else { return };
         let head = RequestHead { seq, acked_through: seq - 1, retry: false, deadline_ms: 0 };
         let header = wire::encode_request(&head, &RequestBody::CloseSession);
         let ended = async {
-            if shard == 0 {
+            if is_first {
                 let message = Message { header, payload: Default::default() };
                 if let Err(e) = connection.send(message).await {
                     tracing::debug!(error = %e, "could not tell the node that the session has ended");
