@@ -1,8 +1,8 @@
 //! [`Pace`]: limits the speed of background work to a rate, and to a share of the time while
 //! clients are active.
 
-use std::cell::Cell;
-use std::rc::Rc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use tokio::sync::Notify;
@@ -10,30 +10,36 @@ use tokio::time::Instant;
 
 /// Time after the last request for which clients count as active.
 const BUSY: Duration = Duration::from_millis(100);
+/// Minimum time between two records of a client's request, so that shards rarely write memory that they
+/// share. Clients count as active for up to this much longer or shorter.
+const NOTE_EVERY: Duration = Duration::from_millis(20);
 
-/// Limits the rate of rebuilds and scrubs. Shared by all background work of an osd.
+/// Limits the rate of rebuilds and scrubs. All background work of an osd shares it, on all shards.
 #[derive(Clone)]
-pub struct Pace(Rc<Inner>);
+pub struct Pace(Arc<Inner>);
 
 struct Inner {
     /// Maximum rate in bytes per second; 0 for no limit.
-    rate: Cell<u64>,
+    rate: AtomicU64,
     /// Maximum share of the time that background work takes while clients are active, in percent.
     share: u32,
-    last_request: Cell<Option<Instant>>,
+    created: Instant,
+    /// Time of the last recorded request in ms after `created`, plus 1; 0 if there was none.
+    last_request: AtomicU64,
     /// Time until which the rate limit is used up by earlier work.
-    paid_until: Cell<Option<Instant>>,
+    paid_until: Mutex<Option<Instant>>,
     rate_changed: Notify,
 }
 
 impl Pace {
     /// `rate` is in bytes per second, 0 for no limit. `share` is in percent of the time, 1 to 100.
     pub fn new(rate: u64, share: u32) -> Pace {
-        Pace(Rc::new(Inner {
-            rate: Cell::new(rate),
+        Pace(Arc::new(Inner {
+            rate: AtomicU64::new(rate),
             share: share.clamp(1, 100),
-            last_request: Cell::new(None),
-            paid_until: Cell::new(None),
+            created: Instant::now(),
+            last_request: AtomicU64::new(0),
+            paid_until: Mutex::new(None),
             rate_changed: Notify::new(),
         }))
     }
@@ -41,19 +47,24 @@ impl Pace {
     /// Sets the maximum rate in bytes per second; 0 for no limit. Work that waits for the old rate
     /// continues at once.
     pub fn set_rate(&self, rate: u64) {
-        self.0.rate.set(rate);
-        self.0.paid_until.set(None);
+        self.0.rate.store(rate, Ordering::Relaxed);
+        *self.paid_until() = None;
         self.0.rate_changed.notify_waiters();
     }
 
     /// Maximum rate in bytes per second; 0 for no limit.
     pub fn rate(&self) -> u64 {
-        self.0.rate.get()
+        self.0.rate.load(Ordering::Relaxed)
     }
 
     /// Records a client request.
     pub fn client_served(&self) {
-        self.0.last_request.set(Some(Instant::now()));
+        let inner = &self.0;
+        let now = inner.created.elapsed().as_millis() as u64 + 1;
+        let last = inner.last_request.load(Ordering::Relaxed);
+        if last == 0 || now.saturating_sub(last) >= NOTE_EVERY.as_millis() as u64 {
+            inner.last_request.store(now, Ordering::Relaxed);
+        }
     }
 
     /// After a step that moved `bytes` bytes in the time `took`, waits as long as the limits
@@ -69,16 +80,28 @@ impl Pace {
 
     fn due(&self, bytes: u64, took: Duration, now: Instant) -> Duration {
         let inner = &self.0;
-        let served = inner.last_request.get().is_some_and(|at| now.duration_since(at) < BUSY);
-        let yielded = if served { took * (100 - inner.share) / inner.share } else { Duration::ZERO };
-        let rate = inner.rate.get();
+        let yielded =
+            if self.serves_clients(now) { took * (100 - inner.share) / inner.share } else { Duration::ZERO };
+        let rate = self.rate();
         if rate == 0 {
             return yielded;
         }
         let cost = Duration::from_secs_f64(bytes as f64 / rate as f64);
-        let paid = inner.paid_until.get().filter(|paid| *paid > now).unwrap_or(now) + cost;
-        inner.paid_until.set(Some(paid));
+        let mut paid_until = self.paid_until();
+        let paid = paid_until.filter(|paid| *paid > now).unwrap_or(now) + cost;
+        *paid_until = Some(paid);
         yielded.max(paid.duration_since(now))
+    }
+
+    /// Whether clients are active.
+    fn serves_clients(&self, now: Instant) -> bool {
+        let last = self.0.last_request.load(Ordering::Relaxed);
+        let now = now.duration_since(self.0.created).as_millis() as u64 + 1;
+        last > 0 && now.saturating_sub(last) < BUSY.as_millis() as u64
+    }
+
+    fn paid_until(&self) -> MutexGuard<'_, Option<Instant>> {
+        self.0.paid_until.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

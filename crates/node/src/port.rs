@@ -14,11 +14,50 @@ const DEFAULT_PORT: u16 = 7400;
 /// therefore usually finds its port free when it starts again.
 const LAST_PORT: u16 = 7499;
 
+fn port_of(listen: &str) -> Option<u16> {
+    listen.rsplit_once(':')?.1.parse().ok()
+}
+
+/// Replaces port 0 in the address `listen` by a port that is free, as are the ports of `shards - 1`
+/// further shards after it. An osd that restarts can then listen to the same ports. Returns other
+/// addresses, and addresses that cannot be used, as they are.
+pub fn settle(listen: &str, shards: u16) -> String {
+    let Some((host, "0")) = listen.rsplit_once(':') else { return listen.to_owned() };
+    let is_free = |port: u16| TcpListener::bind(format!("{host}:{port}")).is_ok();
+    let settled = (0..TRIES).find_map(|_| {
+        let first = TcpListener::bind(listen).ok()?;
+        let port = first.local_addr().ok()?.port();
+        ports(port, shards).filter(|ports| ports.clone().skip(1).all(is_free)).map(|_| port)
+    });
+    settled.map_or_else(|| listen.to_owned(), |port| format!("{host}:{port}"))
+}
+
+/// Returns how many of `shards` shards, of which the first listens at the address `listen`, have a port
+/// that is free; at least 1. The first port counts as free.
+pub fn free_for_shards(listen: &str, shards: u16) -> u16 {
+    let Some((host, port)) =
+        listen.rsplit_once(':').zip(port_of(listen)).map(|((host, _), port)| (host, port))
+    else {
+        return shards;
+    };
+    if port == 0 {
+        return shards;
+    }
+    let is_free = |shard: &u16| {
+        let port = port.checked_add(*shard);
+        port.is_some_and(|port| TcpListener::bind(format!("{host}:{port}")).is_ok())
+    };
+    1 + (1..shards).take_while(is_free).count() as u16
+}
+
 /// Returns the ports of `shards` shards, of which the first is `first`; `None` if there are not enough
 /// ports after `first`.
 fn ports(first: u16, shards: u16) -> Option<RangeInclusive<u16>> {
     Some(first..=first.checked_add(shards.max(1) - 1)?)
 }
+
+/// Number of attempts to find free ports in a row.
+const TRIES: usize = 64;
 
 /// A reservation that keeps other starting nodes from choosing the ports of a node's shards, until it
 /// is dropped.
@@ -46,11 +85,16 @@ impl PortClaim {
         Ok(Some(PortClaim { sockets }))
     }
 
-    /// Claims the ports of `shards` shards, of which the first listens at the address `listen`; `None`
-    /// if the address names no port, or if another node has claimed one of the ports.
+    /// Claims the ports of `shards` shards, of which the first listens at the address `listen`, up to
+    /// the first port that another node has claimed. Returns `None` if the address names no port, or if
+    /// another node has claimed the first port.
     pub fn of(listen: &str, shards: u16) -> Option<PortClaim> {
-        let first = listen.rsplit_once(':')?.1.parse().ok().filter(|port| *port != 0)?;
-        PortClaim::take(ports(first, shards)?).ok().flatten()
+        let first = port_of(listen).filter(|port| *port != 0)?;
+        let claims =
+            ports(first, shards).unwrap_or(first..=u16::MAX).map(|port| PortClaim::take(port..=port));
+        let claims = claims.map_while(|claim| claim.ok().flatten());
+        let sockets: Vec<UnixDatagram> = claims.flat_map(|claim| claim.sockets).collect();
+        (!sockets.is_empty()).then_some(PortClaim { sockets })
     }
 
     /// Makes the processes that this process starts from now on inherit the claim.
@@ -89,7 +133,6 @@ pub fn choose(shards: u16) -> io::Result<(SocketAddr, PortClaim)> {
             return Ok((address(first), claim));
         }
     }
-    const TRIES: usize = 64;
     for _ in 0..TRIES {
         let free = TcpListener::bind(address(0))?;
         let first = free.local_addr()?;
@@ -126,11 +169,36 @@ mod tests {
                 assert!(PortClaim::of(&port, 1).is_none(), "{port} is claimed");
                 assert!(check(&port).is_ok(), "{port} is free");
             }
-            let before = SocketAddr::new(first.ip(), first.port() - 1).to_string();
-            assert!(PortClaim::of(&before, 2).is_none(), "the second of these ports is claimed");
             drop(claim);
+            let own = PortClaim::of(&first.to_string(), shards).unwrap();
+            assert_eq!(own.sockets.len(), usize::from(shards));
         }
-        assert!(PortClaim::of("127.0.0.1:65535", 2).is_none(), "there is no next port");
+    }
+
+    #[test]
+    fn a_node_claims_its_ports_up_to_a_neighbours_port() {
+        let (first, claim) = choose(3).unwrap();
+        drop(claim);
+        let port = |shard| SocketAddr::new(first.ip(), first.port() + shard).to_string();
+        let neighbour = PortClaim::of(&port(2), 1).unwrap();
+        assert_eq!(PortClaim::of(&port(0), 3).unwrap().sockets.len(), 2);
+        assert!(PortClaim::of(&port(2), 3).is_none());
+        drop(neighbour);
+        let _listener = TcpListener::bind(port(1)).unwrap();
+        assert_eq!([1, 2, 3].map(|shards| free_for_shards(&port(0), shards)), [1, 1, 1]);
+        assert_eq!(free_for_shards(&port(2), 1), 1);
+        assert_eq!(free_for_shards("127.0.0.1:65535", 3), 1);
+        assert_eq!(free_for_shards("127.0.0.1:0", 3), 3);
+    }
+
+    #[test]
+    fn port_0_becomes_a_port_that_is_followed_by_free_ports() {
+        let settled = settle("127.0.0.1:0", 4);
+        let port = port_of(&settled).unwrap();
+        assert!(port > 0);
+        assert_eq!(free_for_shards(&settled, 4), 4);
+        assert_eq!(settle("127.0.0.1:7", 4), "127.0.0.1:7");
+        assert_eq!(settle("nonsense:0", 4), "nonsense:0");
     }
 
     #[test]

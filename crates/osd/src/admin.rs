@@ -7,7 +7,7 @@ use std::time::Duration;
 use wire::{AdminReply, AdminRequest, Error, Result};
 
 use crate::osd::Osd;
-use crate::shard::{Shard, share_of_rate};
+use crate::shard::Shard;
 use crate::status;
 
 impl Osd {
@@ -39,10 +39,7 @@ impl Osd {
                 return Ok(AdminReply::Scrub(Box::new(self.scrub(&pool, start, repair).await?)));
             }
             AdminRequest::SetRebuildRate(rate) => {
-                let set = self.shard.tell_each(move |shard| {
-                    shard.pace.set_rate(share_of_rate(rate, shard.share));
-                });
-                set.await?;
+                self.shard.pace.set_rate(rate);
             }
             AdminRequest::SetCodingMode(mode) => {
                 let set = self.shard.each(async move |shard: Rc<Shard>| shard.coding.set_mode(mode)).await?;

@@ -139,7 +139,7 @@ impl Puller<'_> {
         let head_len = (alignment - offset % alignment).min(len) % alignment;
         let head = match head_len {
             0 => Payload::default(),
-            some => self.pull(from, 0, some as usize, offset).await?,
+            some => self.pull_head(from, some as usize, offset).await?,
         };
         let staged_len = len - head_len;
         if staged_len == 0 {
@@ -167,6 +167,15 @@ impl Puller<'_> {
         }
         drop(segments);
         Ok(StagedPayload { head, stage, len: staged_len, tail })
+    }
+
+    /// Pulls the bytes before the staged range, and copies them out of the staging memory. A request
+    /// that kept staging memory while it waits for more could wait forever, because all requests could
+    /// do so.
+    async fn pull_head(&self, from: &BulkDescriptor, len: usize, anchor: u64) -> StepResult<Payload> {
+        let (data, checksums) = self.pull(from, 0, len, anchor).await?.into_parts();
+        Payload::from_parts(anchor, Bytes::copy_from_slice(&data), checksums)
+            .map_err(|e| Fail::Refused(Error::TransferFailed(e.to_string())))
     }
 
     /// Pulls bytes `at..at + len` of the staged range and stages them. Returns a copy of the bytes

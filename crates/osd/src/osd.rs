@@ -4,6 +4,7 @@ use std::cell::RefCell;
 use std::rc::Rc;
 use std::sync::Arc;
 
+use array::Pace;
 use base::budget::PeerAddress;
 use tokio::sync::Semaphore;
 use wire::SessionId;
@@ -46,7 +47,8 @@ pub(crate) async fn open_node(config: &OsdConfig, targets: &[Rc<Target>]) -> Res
     let age = Age::begin(&listed, &witness, config.target_timeout).await?;
     let failed = listed.iter().filter_map(|target| target.failure_at_start().map(|e| (target.uuid, e)));
     let failed = failed.collect();
-    Ok(NodeBasis { map, age: Arc::new(age), witness: Arc::new(witness), failed })
+    let pace = Pace::new(config.rebuild_rate, config.rebuild_share);
+    Ok(NodeBasis { map, age: Arc::new(age), witness: Arc::new(witness), pace, failed })
 }
 
 impl Osd {

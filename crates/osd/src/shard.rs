@@ -125,6 +125,7 @@ pub(crate) struct NodeBasis {
     pub(crate) map: NodeMap,
     pub(crate) age: Arc<Age>,
     pub(crate) witness: Arc<NodeWitness>,
+    pub(crate) pace: Pace,
     /// Targets that failed while the first shard opened the node.
     pub(crate) failed: Vec<(Uuid, FailureAtStart)>,
 }
@@ -160,7 +161,7 @@ impl Shard {
         mut targets: Vec<Rc<Target>>,
         basis: NodeBasis,
     ) -> Result<Rc<Shard>, StartError> {
-        let NodeBasis { map, age, witness, failed } = basis;
+        let NodeBasis { map, age, witness, pace, failed } = basis;
         targets.retain(|target| {
             let is_listed = map.has(target);
             if !is_listed {
@@ -196,7 +197,7 @@ impl Shard {
             requests: RequestCount::default(),
             space: SpaceReclaim::default(),
             times: Times::new(share.shard()),
-            pace: Pace::new(share_of_rate(config.rebuild_rate, share), config.rebuild_share),
+            pace,
             rebuilds: Rebuilds::default(),
             scrubs: Scrubs::default(),
             age,
@@ -421,11 +422,6 @@ impl Shard {
             spawn(async move { connection.close().await });
         }
     }
-}
-
-/// Returns a shard's share of a rate limit, in bytes per second; 0 for no limit.
-pub(crate) fn share_of_rate(rate: u64, share: GroupShare) -> u64 {
-    rate.div_ceil(u64::from(share.shards()))
 }
 
 /// Prepares the targets of a shard.

@@ -79,7 +79,8 @@ pub struct RebuildStatus {
     pub last_failure: Option<String>,
 }
 
-/// Adds the rebuilds of another shard. Keeps the first running rebuild and the first failure.
+/// Adds the rebuilds of another shard. Keeps the first running rebuild and the first failure. All
+/// shards together have one rate limit.
 impl AddAssign for RebuildStatus {
     fn add_assign(&mut self, other: RebuildStatus) {
         if self.target.is_none() {
@@ -87,7 +88,7 @@ impl AddAssign for RebuildStatus {
         }
         self.objects += other.objects;
         self.bytes += other.bytes;
-        self.rate_limit += other.rate_limit;
+        self.rate_limit = self.rate_limit.max(other.rate_limit);
         self.last_failure = self.last_failure.take().or(other.last_failure);
     }
 }

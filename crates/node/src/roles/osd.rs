@@ -18,10 +18,12 @@ use uuid::Uuid;
 
 use crate::announce::Ready;
 use crate::coding;
-use crate::cpus::{ChannelSide, Cpus};
+use crate::config::Config;
+use crate::cpus::{ChannelSide, Cpus, ThreadCount};
 use crate::failure::{Doing, Failure, Result};
 use crate::identity::ExpectedNode;
 use crate::metrics;
+use crate::port;
 use crate::remount;
 use crate::request_side::{self, ShardCommon, Stores};
 use crate::role::{self, RoleArgs, RoleProcess, StopSignals};
@@ -69,16 +71,19 @@ async fn serve(
     let config = process.config.clone();
     let mut mounted = Vec::new();
     let mut offered: Vec<(Uuid, Arc<RemountedStore>)> = Vec::new();
-    let shards;
+    let cpus = match &stores {
+        StoresAt::Behind(address) => address.cpus(config.osd.cpus),
+        StoresAt::Here(_) => config.osd.cpus,
+    };
+    let listen = listen.unwrap_or_else(|| config.listen.clone());
+    let shards = shard_count(&config, cpus, &listen)?;
+    let listen = port::settle(&listen, shards);
     let stores = match stores {
         StoresAt::Behind(address) => {
-            let cpus = address.cpus(config.osd.cpus);
-            shards = config.osd.shards.shards(cpus).doing("counting the CPUs of osd.cpus")?;
             cpus.apply(ChannelSide::Dpu).doing("restricting the process to the CPUs of osd.cpus")?;
             Stores::Behind(address.endpoint())
         }
         StoresAt::Here(paths) => {
-            shards = config.osd.shards.shards(config.osd.cpus).doing("counting the CPUs of osd.cpus")?;
             let progress = process.report_progress();
             mounted = targets::mount(&paths, &config, &faults).doing("mounting targets")?;
             drop(progress);
@@ -91,7 +96,6 @@ async fn serve(
             Stores::Here(targets, engines)
         }
     };
-    let listen = listen.unwrap_or_else(|| config.listen.clone());
     let checkpoints = targets::checkpoints(&mounted);
     let common = ShardCommon {
         stores,
@@ -141,6 +145,23 @@ async fn serve(
     role::stopping();
     shards.stop();
     targets::unmount(mounted).await.doing("unmounting targets")
+}
+
+/// Returns the number of shards of an osd that listens at `listen`. If the configuration leaves the
+/// number open, the osd has no more shards than there are free ports in a row.
+fn shard_count(config: &Config, cpus: Cpus, listen: &str) -> Result<u16> {
+    let wanted = config.osd.shards.shards(cpus).doing("counting the CPUs of osd.cpus")?;
+    if config.osd.shards != ThreadCount::Auto {
+        return Ok(wanted);
+    }
+    let shards = port::free_for_shards(listen, wanted);
+    if shards < wanted {
+        tracing::warn!(
+            "the osd has {shards} of {wanted} shards, because the next port after those of its shards is in \
+             use; listen at an address that is followed by more free ports"
+        );
+    }
+    Ok(shards)
 }
 
 fn ended() -> Failure {

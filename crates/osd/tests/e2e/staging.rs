@@ -2,8 +2,9 @@
 
 use std::time::Duration;
 
-use client::Options;
+use client::{Options, Redundancy};
 use futures::stream::{FuturesUnordered, StreamExt};
+use osd::OsdConfig;
 
 use crate::common::{Node, STAGING, data};
 
@@ -50,4 +51,32 @@ async fn requests_beyond_the_clients_limit_in_flight_wait_and_then_succeed() {
         })
         .collect();
     assert_eq!(puts.count().await, 500);
+}
+
+/// Regression test: requests kept staging memory for the bytes before their first stripe while they
+/// waited for more. Together, they took all of it and waited for each other.
+#[tokio::test]
+async fn many_large_writes_inside_stripes_succeed_with_little_staging_memory() {
+    const STRIPE: usize = 2 << 20;
+    let mut node = Node::of(3, OsdConfig::default());
+    node.restart();
+    let client = node.client().await;
+    let scheme: Redundancy = "ec:2+1".parse().unwrap();
+    let scheme = scheme.with_stripe_unit(STRIPE as u32 / 2).unwrap();
+    client.create_pool_with("pool", 4, scheme).await.unwrap();
+    let pool = client.pool("pool").unwrap();
+    let (offset, len) = (8192, 3 * STRIPE);
+    let bytes = data(len, 1);
+    let writers = 2 * STAGING / STRIPE;
+    let writes: FuturesUnordered<_> = (0..writers)
+        .map(|i| {
+            let object = pool.object(&format!("{i}")).unwrap();
+            let bytes = bytes.clone();
+            async move { object.write(offset, bytes).await.unwrap() }
+        })
+        .collect();
+    let written = tokio::time::timeout(Duration::from_secs(60), writes.count()).await;
+    assert_eq!(written, Ok(writers), "the writes wait for each other");
+    let last = pool.object(&format!("{}", writers - 1)).unwrap();
+    assert_eq!(last.get_range(offset, len as u64).await.unwrap(), bytes);
 }

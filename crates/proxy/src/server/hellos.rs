@@ -6,12 +6,14 @@ use std::time::Duration;
 use base::budget::{Budget, PeerAddress};
 use base::clock::Instant;
 use base::collections::HashMap;
+use channel::MAX_SEATS;
 use tokio::sync::Notify;
 
-/// Maximum number of connected peers that have not sent a hello.
-const HELLOS: usize = 32;
+/// Maximum number of connected peers that have not sent a hello. All shards of an osd may connect at
+/// the same time.
+const HELLOS: usize = MAX_SEATS as usize + 32;
 
-/// The slots of peers that have not sent a hello. Few slots suffice, because an osd sends the hello
+/// The slots of peers that have not sent a hello. Few slots suffice, because a shard sends the hello
 /// as soon as it has connected. When a new peer needs a slot and none is free, a silent peer loses
 /// its slot, preferably a peer of an address that holds more than its fair share of slots.
 pub(super) struct Hellos(Mutex<HelloTable>);

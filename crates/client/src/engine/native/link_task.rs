@@ -180,6 +180,10 @@ impl LinkTask {
                 Some(Err(e)) => {
                     tracing::debug!(endpoint, shard = self.shard, error = %e, "cannot reconnect yet");
                     self.shared().ask_other_links(self.shard);
+                    if self.pause >= RECONNECT_PAUSE_MAX && self.shared().is_connected() {
+                        // The shard alone is unreachable. Do not try forever if no request needs it.
+                        self.wait_for_need().await;
+                    }
                 }
             }
         }

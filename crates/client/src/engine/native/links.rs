@@ -147,6 +147,11 @@ impl Links {
         }
     }
 
+    /// Returns whether any link has a connection.
+    pub(crate) fn is_any_connected(&self) -> bool {
+        self.links.iter().any(|link| link.connection.is_some())
+    }
+
     /// Returns whether a link was asked to connect.
     pub(crate) fn is_asked(&self, shard: u16) -> bool {
         self.link(shard).is_asked

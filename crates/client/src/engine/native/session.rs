@@ -450,6 +450,11 @@ impl Shared {
         }
     }
 
+    /// Returns whether any link has a connection.
+    pub(super) fn is_connected(&self) -> bool {
+        self.lock().links.is_any_connected()
+    }
+
     /// Returns whether a link without connection must connect.
     pub(super) fn is_needed(&self, shard: u16) -> bool {
         self.lock().is_needed(shard)
