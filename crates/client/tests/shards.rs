@@ -221,6 +221,16 @@ impl FakeNode {
         client
     }
 
+    /// Lets the client append to an object of a shard, and carries out the request. Returns its head.
+    async fn serve_append(&mut self, client: &Client, shard: u16) -> RequestHead {
+        let call = append(&object_of(client, shard, self.shards.len() as u16));
+        let request = self.request().await;
+        assert_eq!(request.shard, shard);
+        request.carry_out().await;
+        call.await.unwrap().unwrap();
+        request.head
+    }
+
     async fn opening(&mut self) -> (u16, Option<SessionId>) {
         tokio::time::timeout(PATIENCE, self.openings.recv()).await.expect("the client connects").unwrap()
     }
@@ -271,12 +281,7 @@ async fn one_refusal_teaches_the_shards_of_all_objects_of_a_pool() {
 
     let mut numbers = vec![second.head.seq];
     for shard in [1, 0, 2, 2, 1] {
-        let call = append(&object_of(&client, shard, 3));
-        let request = node.request().await;
-        assert_eq!(request.shard, shard);
-        request.carry_out().await;
-        call.await.unwrap().unwrap();
-        numbers.push(request.head.seq);
+        numbers.push(node.serve_append(&client, shard).await.seq);
     }
     let asked = ask(&client);
     let request = node.request().await;
@@ -368,12 +373,7 @@ async fn requests_move_when_the_osd_restarts_with_another_number_of_shards() {
     again.carry_out().await;
     call.await.unwrap().unwrap();
     for shard in [0, 1, 2] {
-        let call = append(&object_of(&client, shard, 3));
-        let request = node.request().await;
-        assert_eq!(request.shard, shard);
-        assert!(!request.head.retry);
-        request.carry_out().await;
-        call.await.unwrap().unwrap();
+        assert!(!node.serve_append(&client, shard).await.retry);
     }
 }
 
@@ -453,7 +453,7 @@ async fn the_port_of_any_shard_leads_to_all_shards() {
 }
 
 #[tokio::test]
-async fn closing_tells_the_first_shard_and_ends_all_connections() {
+async fn closing_tells_one_shard_and_ends_all_connections() {
     for is_dropped in [false, true] {
         let mut node = FakeNode::start(3).await;
         let client = node.taught_client().await;
@@ -467,7 +467,7 @@ async fn closing_tells_the_first_shard_and_ends_all_connections() {
             assert!(matches!(call.await.unwrap(), Err(Error::Closed)));
         }
         let close = node.request().await;
-        assert_eq!((close.shard, &close.body), (0, &RequestBody::CloseSession));
+        assert_eq!(close.body, RequestBody::CloseSession);
         assert_eq!((close.head.seq, close.head.acked_through), (request.head.seq + 1, request.head.seq));
         let mut closed = Vec::new();
         for _ in 0..3 {
@@ -478,6 +478,59 @@ async fn closing_tells_the_first_shard_and_ends_all_connections() {
         assert_eq!(closed, [0, 1, 2]);
         assert!(node.requests.try_recv().is_err(), "the session is closed once");
     }
+}
+
+#[tokio::test]
+async fn a_session_ends_although_the_first_shard_is_unreachable() {
+    let mut node = FakeNode::start(3).await;
+    let client = node.taught_client().await;
+    node.shards.remove(0).stop().await;
+    assert_eq!(tokio::time::timeout(PATIENCE, node.closed.recv()).await, Ok(Some(0)));
+    client.close().await;
+    let close = node.request().await;
+    assert!(close.shard > 0);
+    assert_eq!(close.body, RequestBody::CloseSession);
+}
+
+#[tokio::test]
+async fn an_idle_client_stops_to_connect_to_an_unreachable_shard() {
+    let mut node = FakeNode::start(2).await;
+    let connect_timeout = Duration::from_millis(100);
+    let options = Options { stack: StackChoice::TCP, connect_timeout, ..Options::default() };
+    let client = Client::connect(&node.endpoint(0), options).await.unwrap();
+    let call = append(&object_of(&client, 1, 2));
+    node.request().await.refuse(GROUPS, 2).await;
+    node.request().await.carry_out().await;
+    call.await.unwrap().unwrap();
+    // In place of the shard, this listener ends each connection at once.
+    let unreachable = node.shards.pop().unwrap();
+    let port = unreachable.port;
+    unreachable.stop().await;
+    let listener = loop {
+        match tokio::net::TcpListener::bind(("127.0.0.1", port)).await {
+            Ok(listener) => break listener,
+            Err(_) => tokio::time::sleep(Duration::from_millis(10)).await,
+        }
+    };
+    let (came, mut attempts) = mpsc::unbounded_channel();
+    tokio::spawn(async move {
+        while let Ok((stream, _)) = listener.accept().await {
+            drop(stream);
+            let _ = came.send(());
+        }
+    });
+    let call = append(&object_of(&client, 1, 2));
+    for _ in 0..3 {
+        tokio::time::timeout(PATIENCE, attempts.recv()).await.expect("a request needs the shard").unwrap();
+    }
+    call.abort();
+    let _ = call.await;
+    // The pause between attempts is at most half a second while a request needs the shard.
+    let idle = async { while tokio::time::timeout(Duration::from_secs(3), attempts.recv()).await.is_ok() {} };
+    tokio::time::timeout(PATIENCE, idle).await.expect("the client stops");
+    let call = append(&object_of(&client, 1, 2));
+    tokio::time::timeout(PATIENCE, attempts.recv()).await.expect("a request needs the shard again").unwrap();
+    call.abort();
 }
 
 #[tokio::test]

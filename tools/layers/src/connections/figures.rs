@@ -103,6 +103,7 @@ impl ConnectionFigures {
 impl fmt::Display for ConnectionContender {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(match self {
+            ConnectionContender::Osd => "osd",
             ConnectionContender::Messenger => "messenger",
             ConnectionContender::BareEpoll => "bare epoll",
         })

@@ -1,13 +1,14 @@
 //! The cost of many connections: requests over N connections with one request in flight each,
 //! beside the same number of requests in flight over one connection.
 //!
-//! Small requests and replies of 4 KiB travel over TCP within this process. The server has one
-//! thread with the event loop of an osd. A minimal epoll server of the same shape is the reference:
-//! it shows how much of the cost is the kernel's.
+//! Small requests and replies of 4 KiB travel over TCP within this process. The server is an osd with
+//! one shard, or the messenger alone on a thread with the event loop of an osd. A minimal epoll server
+//! of the same shape is the reference: it shows how much of the cost is the kernel's.
 
 mod figures;
 mod reference;
 mod through_messenger;
+mod through_osd;
 
 use std::time::Duration;
 
@@ -36,7 +37,7 @@ pub struct ConnectionsArgs {
     /// Number of connections, and of requests in flight
     #[arg(long, default_value_t = 32, value_name = "N", value_parser = clap::value_parser!(u32).range(2..=512))]
     connections: u32,
-    /// Size of a request's header, in bytes
+    /// Size of a request's header, in bytes; the osd's requests have their own size
     #[arg(long, default_value_t = 100, value_name = "B", value_parser = clap::value_parser!(u32).range(1..=4096))]
     request_bytes: u32,
     /// Size of a reply's payload, in bytes
@@ -57,6 +58,9 @@ pub struct ConnectionsArgs {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 enum ConnectionContender {
+    /// An osd with one shard, whose store is in memory.
+    Osd,
+    /// The messenger alone.
     Messenger,
     BareEpoll,
 }
@@ -82,7 +86,7 @@ pub fn run(args: &ConnectionsArgs) -> Result<()> {
     let shapes = [(1, args.connections), (args.connections, 1)]
         .map(|(connections, in_flight)| ConnectionShape { connections, in_flight });
     let cases: Vec<(ConnectionContender, ConnectionShape)> =
-        [ConnectionContender::Messenger, ConnectionContender::BareEpoll]
+        [ConnectionContender::Osd, ConnectionContender::Messenger, ConnectionContender::BareEpoll]
             .into_iter()
             .flat_map(|contender| shapes.map(|shape| (contender, shape)))
             .collect();
@@ -112,6 +116,7 @@ fn measure(
 ) -> Result<ConnectionSample> {
     let args = args.clone();
     let work = move || match contender {
+        ConnectionContender::Osd => through_osd::measure(shape, &args),
         ConnectionContender::Messenger => through_messenger::measure(shape, &args),
         ConnectionContender::BareEpoll => reference::measure(shape, &args),
     };

@@ -180,8 +180,8 @@ impl LinkTask {
                 Some(Err(e)) => {
                     tracing::debug!(endpoint, shard = self.shard, error = %e, "cannot reconnect yet");
                     self.shared().ask_other_links(self.shard);
-                    if self.pause >= RECONNECT_PAUSE_MAX && self.shared().is_connected() {
-                        // The shard alone is unreachable. Do not try forever if no request needs it.
+                    // If this shard alone is unreachable, do not try forever unless a request needs it.
+                    if self.pause >= RECONNECT_PAUSE_MAX && self.shared().may_rest(self.shard) {
                         self.wait_for_need().await;
                     }
                 }

@@ -152,6 +152,11 @@ impl Links {
         self.links.iter().any(|link| link.connection.is_some())
     }
 
+    /// Withdraws the wish that a link connects.
+    pub(crate) fn stop_asking(&mut self, shard: u16) {
+        self.link_mut(shard).is_asked = false;
+    }
+
     /// Returns whether a link was asked to connect.
     pub(crate) fn is_asked(&self, shard: u16) -> bool {
         self.link(shard).is_asked

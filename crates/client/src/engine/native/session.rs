@@ -450,9 +450,15 @@ impl Shared {
         }
     }
 
-    /// Returns whether any link has a connection.
-    pub(super) fn is_connected(&self) -> bool {
-        self.lock().links.is_any_connected()
+    /// Returns whether another link has a connection, so that a link that cannot connect may wait until
+    /// it is needed. Another link that has asked this one to connect asks again if it still cannot.
+    pub(super) fn may_rest(&self, shard: u16) -> bool {
+        let mut state = self.lock();
+        let may_rest = state.links.is_any_connected();
+        if may_rest {
+            state.links.stop_asking(shard);
+        }
+        may_rest
     }
 
     /// Returns whether a link without connection must connect.
