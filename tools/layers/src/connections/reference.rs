@@ -22,6 +22,7 @@ const BUFFER_BYTES: usize = 256 << 10;
 struct BareSocket {
     stream: TcpStream,
     partial: usize,
+    is_open: bool,
     /// When the requests in flight were sent.
     sent: VecDeque<Instant>,
 }
@@ -48,7 +49,7 @@ pub fn measure(shape: ConnectionShape, args: &ConnectionsArgs) -> Result<Connect
             while let Some(at) = sockets.next_ready() {
                 match sockets.read(at, request).doing(DOING)? {
                     Some(whole) => sockets.write(at, whole * reply).doing(DOING)?,
-                    None => open -= 1,
+                    None => open -= u32::from(sockets.end(at)),
                 }
             }
         }
@@ -77,7 +78,7 @@ impl BareSockets {
             // Edge-triggered, as tokio uses epoll.
             let flags = epoll::EventFlags::IN | epoll::EventFlags::ET;
             epoll::add(&epoll, &stream, epoll::EventData::new_u64(at as u64), flags)?;
-            sockets.push(BareSocket { stream, partial: 0, sent: VecDeque::new() });
+            sockets.push(BareSocket { stream, partial: 0, is_open: true, sent: VecDeque::new() });
         }
         let (events, buf) = (Vec::with_capacity(EVENTS), vec![7; BUFFER_BYTES]);
         Ok(BareSockets { sockets, epoll, events, buf })
@@ -115,6 +116,12 @@ impl BareSockets {
                 Err(e) => return Err(e),
             }
         }
+    }
+
+    /// Records that the peer has closed a socket. Returns false if that is known: epoll may report the
+    /// end of a connection several times.
+    fn end(&mut self, at: usize) -> bool {
+        std::mem::replace(&mut self.sockets[at].is_open, false)
     }
 
     fn write(&mut self, at: usize, mut len: usize) -> std::io::Result<()> {
