@@ -59,7 +59,11 @@ impl Osd {
             for target in shard.targets.iter().filter(is_back) {
                 let _one_at_a_time = changing.lock().await;
                 let map = shard.map.borrow().clone();
-                map.give(target, shard.config.target_timeout).await;
+                if map.give(target, shard.config.target_timeout).await {
+                    // A further shard may have taken over the failure from the first shard after the
+                    // target had returned.
+                    let _ = self.try_again(target.uuid).await;
+                }
             }
         }
     }
