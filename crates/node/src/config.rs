@@ -245,8 +245,9 @@ pub struct OsdSection {
     #[config(default = "auto")]
     pub cpus: Cpus,
     /// Number of shards of the osd: threads that divide placement groups, connections and the channel
-    /// among them. "auto" (one for each CPU of an osd that emulates or runs on a DPU, at most 16), or
-    /// 1 to 64. Shard n listens to the port of `listen` plus n.
+    /// among them. "auto" (one for each CPU of an osd that emulates or runs on a DPU, at most 16, and
+    /// at most as many as there are free ports in a row), or 1 to 64. Shard n listens to the port of
+    /// `listen` plus n.
     #[config(default = "auto")]
     pub shards: ThreadCount,
     /// Memory for the data of reads, and of writes that the osd pulls from clients. When this memory
