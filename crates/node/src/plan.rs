@@ -9,6 +9,7 @@ use store::{BlockStore, MkfsOptions, StoreError};
 
 use super::config::Config;
 use super::config_file::{self, ConfigError};
+use super::cpus::ThreadCount;
 use super::port::{self, PortClaim};
 use super::units::ByteSize;
 
@@ -142,7 +143,10 @@ impl Plan {
             port::check(address).map_err(|e| not_listening(address, what, &e, remedy))
         };
         let mut listening = vec![check(listen, "clients", "--listen")?];
-        for shard in 1..self.config.osd.shards() {
+        // With "auto", the osd has no more shards than ports are free.
+        let osd = &self.config.osd;
+        let shards = if osd.shards == ThreadCount::Auto { 1 } else { osd.shards() };
+        for shard in 1..shards {
             // A name in place of an IP address is checked when the osd starts.
             if let Ok(address) = nth_port(listen, shard) {
                 listening.push(check(
@@ -263,6 +267,29 @@ mod tests {
         assert_eq!(nth_port("[::1]:9400", 2).unwrap(), "[::1]:9402");
         assert!(nth_port("localhost", 1).is_err());
         assert!(nth_port("127.0.0.1:65535", 1).is_err());
+    }
+
+    #[test]
+    fn a_port_in_use_is_refused_only_for_a_fixed_number_of_shards() {
+        let (first, _claim) = port::choose(2).unwrap();
+        let second = SocketAddr::new(first.ip(), first.port() + 1);
+        let _listener = std::net::TcpListener::bind(second).unwrap();
+        let values = vec![("listen", first.to_string())];
+        let chosen = Chosen { targets: None, values, format: false };
+        let dir = tempfile::tempdir().unwrap();
+        let plan = |shards: &'static str| {
+            let env = |name: &str| match name {
+                "OUTBOARD_OSD_SHARDS" => Some(shards.to_owned()),
+                // More than one CPU.
+                "OUTBOARD_OSD_CPUS" => Some("0-3".to_owned()),
+                "OUTBOARD_TARGET_SIZE" => Some("32MiB".to_owned()),
+                _ => None,
+            };
+            Plan::new(dir.path(), &chosen, env)
+        };
+        assert!(plan("auto").is_ok());
+        let refused = plan("2").err().unwrap().to_string();
+        assert!(refused.contains(&second.to_string()) && refused.contains("osd.shards"), "{refused}");
     }
 
     #[test]

@@ -34,7 +34,7 @@ const OBJECTS: usize = 1024;
 ///
 /// With more shards, each shard has fewer operations in flight, so it wakes up for fewer of them at a
 /// time. "x same depth" compares with the first number of shards while each of its shards has this
-/// smaller number of operations in flight. This ratio is the cost of the shards themselves.
+/// smaller number of operations in flight. This ratio excludes the cost of the shorter queues.
 ///
 /// Examples:
 ///   outboard-layers shards
