@@ -19,10 +19,15 @@ use tokio::time::timeout;
 
 const GRACE: Duration = Duration::from_secs(8);
 
+/// Limits of a connection on a network with faults. On the networks with all faults, many attempts
+/// to resume a connection may fail one after the other, so a connection is kept for long.
+fn config() -> ConnectionConfig {
+    ConnectionConfig { grace: GRACE, hold: Duration::from_secs(120), ..ConnectionConfig::default() }
+}
+
 fn rig(faults: SimFaults, seed: u64) -> (Rig, SimNetwork, SeededThread) {
     let seeded = seed_this_thread(seed);
-    let config = ConnectionConfig { grace: GRACE, ..ConnectionConfig::default() };
-    let (stack, network) = SimStack::simulated(seed, faults, config);
+    let (stack, network) = SimStack::simulated(seed, faults, config());
     let (cut, freeze) = (network.clone(), network.clone());
     let rig = Rig {
         stack: Arc::new(stack),

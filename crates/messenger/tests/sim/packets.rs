@@ -8,11 +8,9 @@ use base::entropy::{SeededThread, seed_this_thread};
 use futures::future::LocalBoxFuture;
 use outboard_messenger::conformance::{self, Rig};
 use outboard_messenger::transport::sim::{SimFaults, SimNetwork};
-use outboard_messenger::{
-    ConnectOptions, ConnectionConfig, ConnectionEvent, Message, NetworkStack, StreamStack,
-};
+use outboard_messenger::{ConnectOptions, ConnectionEvent, Message, NetworkStack, StreamStack};
 
-use super::{GRACE, HOSTILE, SLOW};
+use super::{GRACE, HOSTILE, SLOW, config};
 
 /// Which transports a stack uses.
 #[derive(Debug, Clone, Copy)]
@@ -25,12 +23,11 @@ enum Kind {
 
 fn rig(kind: Kind, faults: SimFaults, seed: u64) -> (Rig, SimNetwork, SeededThread) {
     let seeded = seed_this_thread(seed);
-    let config = ConnectionConfig { grace: GRACE, ..ConnectionConfig::default() };
     let network = SimNetwork::new(seed, faults);
     let host = network.host("host");
     let stack: Arc<dyn NetworkStack> = match kind {
-        Kind::Packets => Arc::new(StreamStack::over(host.packets(), config)),
-        Kind::Both => Arc::new(host.stack_with_packets(config, Duration::from_secs(2), false)),
+        Kind::Packets => Arc::new(StreamStack::over(host.packets(), config())),
+        Kind::Both => Arc::new(host.stack_with_packets(config(), Duration::from_secs(2), false)),
     };
     let (cut, freeze) = (network.clone(), network.clone());
     let rig = Rig {
