@@ -49,8 +49,7 @@ impl StackChoice {
     #[must_use]
     pub fn with_port_offset(&self, offset: u16) -> StackChoice {
         let shifted = |address: &String| {
-            let (host, port) = address.rsplit_once(':')?;
-            let port: u16 = port.parse().ok().filter(|port| *port != 0)?;
+            let (host, port) = fixed_port(address)?;
             Some(format!("{host}:{}", port.checked_add(offset)?))
         };
         let path = |path: &PathName| PathName {
@@ -62,6 +61,23 @@ impl StackChoice {
             StackChoice::Paths(paths) => StackChoice::Paths(paths.iter().map(path).collect()),
         }
     }
+
+    /// Returns whether a server listens on a fixed port for one of the paths.
+    #[must_use]
+    pub fn has_fixed_port(&self) -> bool {
+        match self {
+            StackChoice::Auto => false,
+            StackChoice::Paths(paths) => {
+                paths.iter().filter_map(|path| path.address.as_deref()).any(|at| fixed_port(at).is_some())
+            }
+        }
+    }
+}
+
+/// Returns the host and the port of an address; `None` if the address does not fix the port.
+fn fixed_port(address: &str) -> Option<(&str, u16)> {
+    let (host, port) = address.rsplit_once(':')?;
+    Some((host, port.parse().ok().filter(|port| *port != 0)?))
 }
 
 /// Error: the text names no stack.
@@ -207,6 +223,10 @@ mod tests {
         let choice: StackChoice = "ofi:verbs@192.0.2.1:7701,ofi:tcp@[::1]:0,ofi:tcp".parse().unwrap();
         let further = choice.with_port_offset(3).to_string();
         assert_eq!(further, "ofi:verbs@192.0.2.1:7704,ofi:tcp@[::1]:0,ofi:tcp");
+        assert!(choice.has_fixed_port());
+        for text in ["auto", "tcp", "ofi:verbs", "ofi:tcp@[::1]:0"] {
+            assert!(!text.parse::<StackChoice>().unwrap().has_fixed_port(), "{text}");
+        }
     }
 
     #[test]

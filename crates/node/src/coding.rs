@@ -59,7 +59,8 @@ pub fn engines(config: &Config, accelerator: Option<Worker>, faults: &Faults) ->
 }
 
 /// Returns the configuration with which an osd decides where to compute parity.
-/// All shards of the osd together have the configured number of threads, but each has at least one.
+/// The shards of the osd divide the configured numbers of threads and of waiting tasks; each has at
+/// least one.
 pub fn osd_config(
     config: &Config,
     shards: u16,
@@ -73,12 +74,13 @@ pub fn osd_config(
         (CodingOffload::Dpu, Placement::Dpu) => Some(CodingOffload::Dpu),
         (CodingOffload::Dpu, Placement::Host) => None,
     };
+    let share = |all: usize| (all / usize::from(shards)).max(1);
     CodingConfig {
         mode: coding.mode,
         offload,
-        threads: (coding.dpu_threads / usize::from(shards)).max(1),
-        host_threads: coding.host_threads,
-        queue: coding.queue,
+        threads: share(coding.dpu_threads),
+        host_threads: share(coding.host_threads),
+        queue: share(coding.queue),
         cool_down: coding.cool_down.0,
         stripes,
         faults,

@@ -246,8 +246,8 @@ pub struct OsdSection {
     pub cpus: Cpus,
     /// Number of shards of the osd: threads that divide placement groups, connections and the channel
     /// among them. "auto" (one for each CPU of an osd that emulates or runs on a DPU, at most 16, and
-    /// at most as many as there are free ports in a row), or 1 to 64. Shard n listens to the port of
-    /// `listen` plus n.
+    /// at most as many as there are free ports in a row; one if `network.stacks` names a port), or 1
+    /// to 64. Shard n listens to the port of `listen` plus n.
     #[config(default = "auto")]
     pub shards: ThreadCount,
     /// Memory for the data of reads, and of writes that the osd pulls from clients. When this memory
@@ -337,10 +337,12 @@ pub struct CodingSection {
     /// these threads; each has at least one.
     #[config(default = 1, validate((1..=64).contains(dpu_threads), "must be 1 to 64"))]
     pub dpu_threads: usize,
-    /// Number of threads on the host's processor that compute parity: 1 to 64.
+    /// Number of threads on the host's processor that compute parity: 1 to 64. Each shard of the osd
+    /// reckons with an equal part of these threads, and with at least one.
     #[config(default = 1, validate((1..=64).contains(host_threads), "must be 1 to 64"))]
     pub host_threads: usize,
-    /// Maximum number of coding tasks that wait for parity computation: 1 to 65536.
+    /// Maximum number of coding tasks that wait for parity computation: 1 to 65536. The shards of the
+    /// osd divide this number; each has at least one.
     #[config(default = 1024, validate((1..=65_536).contains(queue), "must be 1 to 65536"))]
     pub queue: usize,
     /// How long a coding place is not used after it has failed: 10ms to 1h.
@@ -353,7 +355,8 @@ pub struct CodingSection {
 pub struct NetworkSection {
     /// Transports that clients can use in addition to TCP, which always works. "auto": RDMA, if the
     /// machine has it. "tcp": none. Or a list such as "ofi:verbs" or "ofi:verbs@192.0.2.1:7701",
-    /// the best first. "ofi:tcp" is libfabric over TCP.
+    /// the best first. "ofi:tcp" is libfabric over TCP. Shard n of the osd listens to a named port
+    /// plus n.
     #[config(default = "auto", deserialize_with = stacks)]
     pub stacks: StackChoice,
     /// Receive buffers over RDMA: "shared" by all connections of a tenant, or "per-connection" for

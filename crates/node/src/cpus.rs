@@ -150,7 +150,10 @@ impl Cpus {
 
 impl Cpus {
     /// Returns the number of CPUs of a process of `side` that [applies](Self::apply) `self`.
-    fn count(self, side: ChannelSide) -> std::io::Result<usize> {
+    ///
+    /// # Errors
+    /// If the operating system does not report which CPUs the calling thread may use.
+    pub fn count(self, side: ChannelSide) -> std::io::Result<usize> {
         let set = match self {
             Cpus::These(set) => set,
             Cpus::Any => sched_getaffinity(None)?,

@@ -11,8 +11,9 @@ use crate::shard::Shard;
 use crate::status;
 
 impl Osd {
-    /// Executes an administrative request. `is_repeated` says whether the request is a retry. A retry may find that an earlier attempt has already
-    /// created or removed the pool; the retry then succeeds.
+    /// Executes an administrative request. `is_repeated` says whether the request is a retry. A retry
+    /// may find that an earlier attempt has already created or removed the pool; the retry then
+    /// succeeds.
     pub(crate) async fn administer(
         self: &Rc<Osd>,
         body: AdminRequest,

@@ -59,9 +59,9 @@ struct StoredAge {
 }
 
 impl Age {
-    /// Begins a new generation. Its number is one more than the highest generation that any target
-    /// stores, or has stored according to the witness. Waits at most `patience` for each answer of a target. Does not fail if targets do
-    /// not store the new age.
+    /// Begins a new generation. Its number is one more than the highest generation that is known: the
+    /// highest that a target stores, or has stored according to the witness. Waits at most `patience`
+    /// for each answer of a target. Does not fail if targets do not store the new age.
     ///
     /// # Errors
     /// If no target can be read.

@@ -56,9 +56,9 @@ impl Shard {
         }
     }
 
-    /// Removes orphans from the shard's placement groups. Returns the number of removed parts. A part is an orphan if its upload was
-    /// committed and then replaced. A part is also an orphan if it is at least `grace` old and its
-    /// uploader has been disconnected for at least `grace`.
+    /// Removes orphans from the shard's placement groups. Returns the number of removed parts. A part
+    /// is an orphan if its upload was committed and then replaced. A part is also an orphan if it is
+    /// at least `grace` old and its uploader has been disconnected for at least `grace`.
     pub(crate) async fn collect_orphans(self: Rc<Self>, grace: Duration) -> u64 {
         let mut removed = 0;
         for pool in &self.pools.all_open() {

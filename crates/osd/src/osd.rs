@@ -29,6 +29,8 @@ pub(crate) struct Osd {
     slots: RefCell<SessionSlots>,
     /// Pools that were removed while a target was missing. Their objects still have to be removed.
     pub(crate) removed_pools: RefCell<Vec<PoolRecord>>,
+    /// Held while a scrub is being started, so that only one request at a time starts one.
+    pub(crate) scrub_start: tokio::sync::Mutex<()>,
 }
 
 /// A connection on which a client opens a session.
@@ -61,6 +63,7 @@ impl Osd {
             map_keeper: MapKeeper::new(epoch_step),
             slots: RefCell::new(slots),
             removed_pools: RefCell::default(),
+            scrub_start: tokio::sync::Mutex::default(),
             shard: Rc::clone(&shard),
         });
         shard.set_osd(&osd);

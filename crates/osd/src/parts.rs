@@ -12,6 +12,9 @@ use crate::pool::ObjectLocation;
 use crate::shard::Shard;
 use crate::task::spawn;
 
+/// Number of parts of other shards after which a shard lets its other tasks run.
+const PARTS_AT_A_TIME: u64 = 1024;
+
 impl Shard {
     /// Checks that all parts of a new manifest exist and have the right size. If the client was
     /// disconnected for a long time, the collector may have removed its parts.
@@ -28,8 +31,15 @@ impl Shard {
     /// Checks the parts of a new manifest that this shard serves.
     async fn check_own_parts(self: Rc<Self>, name: ObjectName, manifest: Manifest) -> StepResult<()> {
         let Manifest { upload, part_size, size } = manifest;
+        if !self.has_groups(&name)? {
+            return Ok(());
+        }
         for (index, start) in (0..).zip((0..size).step_by(part_size as usize)) {
-            let Some(place) = self.own_part(&name, PartId { upload, index })? else { continue };
+            let place = self.own_part(&name, PartId { upload, index })?;
+            let Some(place) = place else {
+                give_way(u64::from(index)).await;
+                continue;
+            };
             let found = info_of(&place, self.config.store_patience).await?;
             if found.is_none_or(|info| info.size != part_size.min(size - start)) {
                 let what = format!(
@@ -39,6 +49,11 @@ impl Shard {
             }
         }
         Ok(())
+    }
+
+    /// Returns whether the shard serves groups of the object's pool.
+    fn has_groups(&self, name: &ObjectName) -> wire::Result<bool> {
+        Ok(!self.open_pool(name.pool())?.pgs.is_empty())
     }
 
     /// Returns the location of a part; `None` if another shard serves it.
@@ -61,10 +76,16 @@ impl Shard {
 
     /// Removes the parts of a manifest that this shard serves.
     async fn drop_own_parts(self: Rc<Self>, name: ObjectName, manifest: Manifest) {
-        for index in 0..manifest.parts() {
-            let Ok(index) = u32::try_from(index) else { return };
+        if !self.has_groups(&name).unwrap_or(false) {
+            return;
+        }
+        for part in 0..manifest.parts() {
+            let Ok(index) = u32::try_from(part) else { return };
             let Ok(place) = self.own_part(&name, PartId { upload: manifest.upload, index }) else { return };
-            let Some(place) = place else { continue };
+            let Some(place) = place else {
+                give_way(part).await;
+                continue;
+            };
             if let Err(e) = self.remove_object(&place, &name.to_string()).await {
                 tracing::warn!(%name, index, error = %e, "an unused part was not removed; the collector removes it later");
             }
@@ -84,5 +105,12 @@ impl Shard {
             Ok(_) | Err(Error::NoSuchObject(_)) => Ok(()),
             Err(e) => Err(e),
         }
+    }
+}
+
+/// Lets the shard's other tasks run, at some of the parts with number `part`.
+async fn give_way(part: u64) {
+    if part % PARTS_AT_A_TIME == PARTS_AT_A_TIME - 1 {
+        tokio::task::yield_now().await;
     }
 }

@@ -35,6 +35,7 @@ impl Osd {
         let name = PoolName::from_wire(name)?.to_string();
         self.shard.open_pool(&name)?;
         if start {
+            let _only_one = self.scrub_start.lock().await;
             let pool = name.clone();
             let running = self.shard.each(async move |shard: Rc<Shard>| shard.scrubs.running(&pool)).await?;
             let running: Vec<ScrubKind> = running.into_iter().flatten().collect();

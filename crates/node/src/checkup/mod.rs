@@ -12,7 +12,7 @@ use rustix::process::Resource;
 use serde::Serialize;
 
 use crate::config::OsdSection;
-use crate::cpus::ThreadCount;
+use crate::cpus::ChannelSide;
 use crate::dir::NodeDir;
 use crate::identity::{self, Identity, IdentityError};
 use crate::units::ByteSize;
@@ -184,8 +184,8 @@ fn open_files() -> Finding {
 
 /// Compares the number of shards with the CPUs of the osd.
 fn shards(osd: &OsdSection) -> Finding {
-    let count = |shards: ThreadCount| shards.shards(osd.cpus).unwrap_or(1);
-    let (shards, cpus) = (count(osd.shards), count(ThreadCount::Auto));
+    let shards = osd.shards.shards(osd.cpus).map_or(1, usize::from);
+    let cpus = osd.cpus.count(ChannelSide::Dpu).unwrap_or(1);
     let is_too_many = shards > cpus;
     let (shard_noun, cpu_noun) =
         (if shards == 1 { "shard" } else { "shards" }, if cpus == 1 { "CPU" } else { "CPUs" });

@@ -148,11 +148,19 @@ async fn serve(
 }
 
 /// Returns the number of shards of an osd that listens at `listen`. If the configuration leaves the
-/// number open, the osd has no more shards than there are free ports in a row.
+/// number open, the osd has no more shards than there are free ports in a row. It has one shard if
+/// the configuration names the port of a path, because further shards need the ports that follow.
 fn shard_count(config: &Config, cpus: Cpus, listen: &str) -> Result<u16> {
     let wanted = config.osd.shards.shards(cpus).doing("counting the CPUs of osd.cpus")?;
     if config.osd.shards != ThreadCount::Auto {
         return Ok(wanted);
+    }
+    if wanted > 1 && config.network.stacks.has_fixed_port() {
+        tracing::info!(
+            "the osd has 1 of {wanted} shards, because network.stacks names a port; set osd.shards if the \
+             ports that follow it are free, or name no port"
+        );
+        return Ok(1);
     }
     let shards = port::free_for_shards(listen, wanted);
     if shards < wanted {

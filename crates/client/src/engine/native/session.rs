@@ -10,8 +10,8 @@
 //! A node may refuse to continue a session. Then all links move to a new session. They repeat
 //! requests that change nothing, and send changes that were not sent before. Changes that were sent
 //! before fail with an unknown outcome, because only the old session had their results. If a node
-//! has too many sessions, the links keep trying. When the last handle is dropped, the task of the
-//! first shard's link tells the node that the session has ended, so that the node can discard the
+//! has too many sessions, the links keep trying. When the last handle is dropped, the task of one
+//! connected link tells the node that the session has ended, so that the node can discard the
 //! session's results.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
