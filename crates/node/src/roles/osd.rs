@@ -257,3 +257,23 @@ fn spawn_with_runtime(
         body(runtime);
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config_file;
+
+    #[test]
+    fn a_path_with_a_fixed_port_leaves_auto_with_one_shard() {
+        let count = |stacks: &str, shards: &str| {
+            let env = [("OUTBOARD_NETWORK_STACKS", stacks), ("OUTBOARD_OSD_SHARDS", shards)];
+            let find =
+                |name: &str| env.iter().find(|(n, _)| *n == name).map(|(_, value)| (*value).to_owned());
+            let config = config_file::load(None, find).unwrap();
+            shard_count(&config, Cpus::try_from("0-2".to_owned()).unwrap(), "127.0.0.1:0").unwrap()
+        };
+        assert_eq!(count("ofi:tcp", "auto"), 3);
+        assert_eq!(count("ofi:tcp@127.0.0.1:7701", "auto"), 1);
+        assert_eq!(count("ofi:tcp@127.0.0.1:7701", "2"), 2);
+    }
+}
