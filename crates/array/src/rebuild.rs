@@ -239,10 +239,26 @@ impl RebuildRun<'_> {
     async fn run(&self) -> store::Result<()> {
         let some = self.with_rebuilding(|rebuilding| rebuilding.known_missing()).flatten();
         match some {
-            Some(some) => self.copy_objects(some).await?,
+            Some(some) => self.copy_missing(some).await?,
             None => self.copy_all().await?,
         }
         self.finish().await
+    }
+
+    /// Copies the objects that a stale member lacks. If the member has no space for some of them, they
+    /// are tried again after the others: objects that were removed or became smaller free space.
+    async fn copy_missing(&self, oids: Vec<ObjectId>) -> store::Result<()> {
+        let too_large = RefCell::new(Vec::new());
+        let wanted = oids.into_iter().filter(|oid| !(self.group.is_internal)(oid)).map(Ok);
+        let copy = async |oid: ObjectId| match self.copy(oid.clone()).await {
+            Err(StoreError::NoSpace { .. }) => {
+                too_large.borrow_mut().push(oid);
+                Ok(())
+            }
+            copied => copied,
+        };
+        stream::iter(wanted).try_for_each_concurrent(OBJECTS, copy).await?;
+        self.copy_objects(too_large.into_inner()).await
     }
 
     async fn copy_all(&self) -> store::Result<()> {

@@ -1,6 +1,6 @@
 //! [`SessionSlots`]: the slots of the osd's sessions, which the first shard hands out.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::BTreeMap;
 
 use base::budget::{Budget, PeerAddress};
 use base::collections::HashMap;
@@ -10,9 +10,6 @@ use wire::{Error, SessionId};
 /// Minimum time that a session must be disconnected or silent before it can lose its slot to a new
 /// session whose address already has its fair share of slots.
 const PATIENCE: Duration = Duration::from_secs(10);
-
-/// Number of closed sessions that the table remembers.
-const CLOSED_MAX: usize = 1024;
 
 /// Number of an attachment: a session on one connection. Later attachments have greater numbers.
 pub(crate) type AttachmentNumber = u64;
@@ -27,9 +24,6 @@ pub(crate) struct SessionSlots {
     /// and the osd may refuse retries of its requests. Its client may still present the session
     /// again.
     places: Budget<SessionId>,
-    /// The sessions that their clients closed last. A client may close a session on one shard while
-    /// its connection to another shard is still being opened.
-    closed: VecDeque<SessionId>,
     generation: u64,
     /// Number of the newest session of this generation.
     last: u32,
@@ -61,7 +55,6 @@ impl SessionSlots {
         SessionSlots {
             known: HashMap::default(),
             places: Budget::new(limit, PATIENCE),
-            closed: VecDeque::new(),
             generation,
             last: 0,
             attachments: 0,
@@ -83,10 +76,6 @@ impl SessionSlots {
             presented.filter(|id| (id.generation(), id.number()) > (self.generation, self.last))
         {
             let why = "this node did not create the session, or has lost its latest state".to_owned();
-            return Err(Error::SessionRefused { session, why });
-        }
-        if let Some(session) = presented.filter(|id| self.closed.contains(id)) {
-            let why = "its client has closed the session".to_owned();
             return Err(Error::SessionRefused { session, why });
         }
         let id = presented.unwrap_or_else(|| self.make());
@@ -139,8 +128,6 @@ impl SessionSlots {
         }
         self.known.remove(&session);
         self.places.remove(session);
-        self.closed.truncate(CLOSED_MAX - 1);
-        self.closed.push_front(session);
         true
     }
 
@@ -208,7 +195,5 @@ mod tests {
         sessions.open(Some(first.id), 1, A).unwrap();
         assert!(!sessions.close(first.id, newest), "the session was opened again");
         assert!(sessions.close(first.id, sessions.newest_attachment()));
-        let late = sessions.open(Some(first.id), 1, A);
-        assert!(matches!(late, Err(Error::SessionRefused { .. })), "its client has closed it: {late:?}");
     }
 }

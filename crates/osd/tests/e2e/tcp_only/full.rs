@@ -389,6 +389,28 @@ async fn a_returned_target_with_a_full_index_receives_the_removals_that_it_misse
     }
 }
 
+/// The space of the removed objects is needed for the objects that the full target has missed.
+#[tokio::test]
+async fn a_full_target_that_returns_receives_removals_before_objects_that_need_their_space() {
+    let node = node(2, 24);
+    let pool = pool(&node, "pool", 1, "mirror:2").await;
+    let count = fill(&pool, "old", LARGE).await;
+    node.stores[0].set_down(true);
+    for n in 0..count {
+        pool.object(&format!("old{n}")).unwrap().remove().await.unwrap();
+    }
+    for n in 0..count {
+        pool.object(&format!("new{n}")).unwrap().put(data(LARGE, n as u64)).await.unwrap();
+    }
+    assert!(node.fired() > 0);
+    node.stores[0].set_down(false);
+    let client = node.client().await;
+    client.set_target_out(0, false).await.unwrap();
+    crate::redundancy::wait_until_whole(&client).await;
+    node.stores[1].set_down(true);
+    check(&pool, "new", LARGE, 0..count).await;
+}
+
 /// A change that is refused for lack of space frees the space that it had taken. This must not wake
 /// the other waiting changes.
 #[tokio::test]
