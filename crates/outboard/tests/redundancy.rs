@@ -213,8 +213,12 @@ fn a_dead_drive_stays_failed_while_another_drive_is_remounted_and_the_osd_restar
     // their open files and continue.
     (0..4).for_each(|n| fs::rename(drive(n), away(n)).unwrap());
     node.ok(&["debug", "fault", "drive.write=fail,count=1"]);
-    node.ok(&["put", "e/0", &node.path("file")]);
-    node.wait("a target refuses writes", || failed(&node) == 1);
+    // The failed write may belong to a transaction that no request waits for. The osd then notices
+    // the failure at the next write.
+    node.wait("a target refuses writes", || {
+        node.ok(&["put", "e/0", &node.path("file")]);
+        failed(&node) == 1
+    });
     let dead = failed_targets(&node)[0];
     (0..4).filter(|n| *n != dead).for_each(|n| fs::rename(away(n), drive(n)).unwrap());
     let assert_reads = |pools: &[&str], when: &str| {
