@@ -87,6 +87,7 @@ fn rig() -> Rig {
             freeze.frozen.send_replace(frozen);
         }),
         grace,
+        patience: Rig::PATIENCE,
         slow: false,
         seed: conformance::seed(),
     }

@@ -11,9 +11,6 @@ use tokio::time::{Instant, sleep};
 use super::rig::{Buffer, Rig, message, next_message, pool, random_bytes};
 use crate::{Connection, ConnectionEvent, Ends, Incoming, Message, MessengerError};
 
-/// Time limit of a transfer. A network with all faults needs minutes for some transfers.
-const LONG: Duration = Duration::from_secs(600);
-
 /// Number of messages in each direction in
 /// [`messages_arrive_exactly_once_across_broken_transports`].
 const COUNT: u32 = 400;
@@ -91,15 +88,15 @@ async fn transfers(rig: &Rig, client: &Arc<dyn Connection>, server: &Arc<dyn Con
         let buffer = if in_memory { Buffer::in_memory(9, &data) } else { Buffer::new(9, &data) };
         let source = client.offer_source(buffer).expect("offered");
         let dest = pool.alloc(data.len()).await.expect("a buffer");
-        let pulled = server.bulk_read(&source.descriptor, 0, dest, LONG).await.expect("pulled");
+        let pulled = server.bulk_read(&source.descriptor, 0, dest, rig.patience).await.expect("pulled");
         assert!(pulled.buf[..] == data[..], "a pull of {} bytes", data.len());
         let room = Buffer::new(9, &vec![0; data.len()]);
         let sink = server.offer_sink(Arc::clone(&room) as _, 9).expect("offered");
         let payload = Payload::compute(9, data.clone());
-        client.bulk_write(&sink.descriptor, 0, payload, LONG).await.expect("pushed");
+        client.bulk_write(&sink.descriptor, 0, payload, rig.patience).await.expect("pushed");
         let begin = Instant::now();
         while room.filled() < data.len() as u64 {
-            assert!(begin.elapsed() < LONG, "a push of {} bytes does not arrive", data.len());
+            assert!(begin.elapsed() < rig.patience, "a push of {} bytes does not arrive", data.len());
             sleep(Duration::from_millis(1)).await;
         }
         assert!(room.content() == data[..], "a push of {} bytes", data.len());
@@ -124,13 +121,14 @@ pub async fn pushes_survive_broken_transports(rig: &Rig) {
     };
     let work = async {
         while round < 20 || begin.elapsed() < Duration::from_secs(1) || cuts.get() == 0 {
-            assert!(cuts.get() > 0 || begin.elapsed() < LONG, "no transport was cut");
+            assert!(cuts.get() > 0 || begin.elapsed() < rig.patience, "no transport was cut");
             round += 1;
             let len = random.random_range(1..1_500_000);
             let data = random_bytes(&mut random, len);
             let room = Buffer::new(0, &vec![0; len]);
             let sink = client.offer_sink(Arc::clone(&room) as _, 0).expect("offered");
-            let pushed = server.bulk_write(&sink.descriptor, 0, Payload::compute(0, data.clone()), LONG);
+            let pushed =
+                server.bulk_write(&sink.descriptor, 0, Payload::compute(0, data.clone()), rig.patience);
             pushed.await.expect("pushed");
             server.send(message(b"pushed")).await.expect("sent");
             assert_eq!(next_message(&mut *from_server).await.header.as_ref(), b"pushed");
@@ -171,7 +169,7 @@ pub async fn heartbeats_keep_idle_and_busy_connections_on_their_transport(rig: &
     let mut pulls = 0;
     while began.elapsed() < rig.grace * 2 || pulls < 3 {
         let dest = pool.alloc(8 << 20).await.expect("a buffer");
-        server.bulk_read(&source.descriptor, 0, dest, LONG).await.expect("pulled");
+        server.bulk_read(&source.descriptor, 0, dest, rig.patience).await.expect("pulled");
         pulls += 1;
     }
     server.send(message(b"end")).await.expect("sent");
@@ -233,7 +231,7 @@ pub async fn a_lost_connection_fails_its_transfers(rig: &Rig) {
     let source = client.offer_source(slow).expect("offered");
     let pulls = (0..4).map(|_| async {
         let dest = pool.alloc(4 << 20).await.expect("a buffer");
-        server.bulk_read(&source.descriptor, 0, dest, LONG).await.map(|_| ())
+        server.bulk_read(&source.descriptor, 0, dest, rig.patience).await.map(|_| ())
     });
     let pulls = futures_of(pulls);
     let end = async {

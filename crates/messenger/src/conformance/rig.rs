@@ -29,6 +29,9 @@ pub struct Rig {
     pub freeze: Box<dyn Fn(bool)>,
     /// The grace period of the stack: [`ConnectionConfig::grace`](crate::ConnectionConfig::grace).
     pub grace: Duration,
+    /// Time limit of a transfer that transports interrupt, and four times the limit of an attempt to
+    /// connect or to resume a connection.
+    pub patience: Duration,
     /// Whether connecting is slow. If so, checks create fewer connections and move less data.
     pub slow: bool,
     /// Seed of the random choices.
@@ -36,6 +39,9 @@ pub struct Rig {
 }
 
 impl Rig {
+    /// The usual `patience`.
+    pub const PATIENCE: Duration = Duration::from_secs(120);
+
     /// Listens at the rig's address.
     ///
     /// # Panics
@@ -46,7 +52,7 @@ impl Rig {
 
     /// Opens a connection to `listener`. Returns the client's end and the server's end.
     pub(super) async fn pair(&self, listener: &mut dyn Listener) -> (Ends, Ends) {
-        let options = ConnectOptions { tenant: "conformance".into(), timeout: Duration::from_secs(120) };
+        let options = ConnectOptions { tenant: "conformance".into(), timeout: self.patience / 4 };
         let endpoint = listener.endpoint();
         let mut connecting = self.stack.connect(&endpoint, options);
         let mut client: Option<Ends> = None;

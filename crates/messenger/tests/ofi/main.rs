@@ -54,6 +54,7 @@ fn patient_rig(receive_queue: ReceiveQueueKind, times: u32) -> Rig {
         cut: Box::new(move || cut.cut()),
         freeze: Box::new(move |frozen| freeze.freeze(frozen)),
         grace,
+        patience: Rig::PATIENCE,
         slow: provider != "tcp",
         seed: conformance::seed(),
     }

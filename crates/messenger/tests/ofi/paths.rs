@@ -208,6 +208,7 @@ async fn no_message_or_push_is_lost_while_connections_change_transports() {
         }),
         freeze: Box::new(move |frozen| freeze.freeze(frozen)),
         grace: super::patience(&super::provider().0).1,
+        patience: Rig::PATIENCE,
         slow: super::provider().0 != "tcp",
         seed: conformance::seed(),
     };

@@ -266,6 +266,7 @@ fn child_process_that_counts_descriptors() {
             cut: Box::new(|| 0),
             freeze: Box::new(|_| {}),
             grace: Duration::from_secs(8),
+            patience: Rig::PATIENCE,
             slow: false,
             seed: 0,
         };

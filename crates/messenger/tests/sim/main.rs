@@ -19,15 +19,20 @@ use tokio::time::timeout;
 
 const GRACE: Duration = Duration::from_secs(8);
 
-/// Limits of a connection on a network with faults. On the networks with all faults, many attempts
-/// to resume a connection may fail one after the other, so a connection is kept for long.
-fn config() -> ConnectionConfig {
-    ConnectionConfig { grace: GRACE, hold: Duration::from_secs(120), ..ConnectionConfig::default() }
+/// Returns the [`Rig::patience`] for a network. If transports stall, many attempts to resume a
+/// connection may fail one after the other.
+fn patience(faults: &SimFaults) -> Duration {
+    if faults.stall_one_in > 0 { 5 * Rig::PATIENCE } else { Rig::PATIENCE }
+}
+
+/// Limits of a connection. Both sides keep it for the same time after its transport broke.
+fn config(faults: &SimFaults) -> ConnectionConfig {
+    ConnectionConfig { grace: GRACE, hold: patience(faults) / 4, ..ConnectionConfig::default() }
 }
 
 fn rig(faults: SimFaults, seed: u64) -> (Rig, SimNetwork, SeededThread) {
     let seeded = seed_this_thread(seed);
-    let (stack, network) = SimStack::simulated(seed, faults, config());
+    let (stack, network) = SimStack::simulated(seed, faults, config(&faults));
     let (cut, freeze) = (network.clone(), network.clone());
     let rig = Rig {
         stack: Arc::new(stack),
@@ -35,6 +40,7 @@ fn rig(faults: SimFaults, seed: u64) -> (Rig, SimNetwork, SeededThread) {
         cut: Box::new(move || cut.break_all()),
         freeze: Box::new(move |frozen| freeze.freeze(frozen)),
         grace: GRACE,
+        patience: patience(&faults),
         slow: false,
         seed,
     };

@@ -10,7 +10,7 @@ use outboard_messenger::conformance::{self, Rig};
 use outboard_messenger::transport::sim::{SimFaults, SimNetwork};
 use outboard_messenger::{ConnectOptions, ConnectionEvent, Message, NetworkStack, StreamStack};
 
-use super::{GRACE, HOSTILE, SLOW, config};
+use super::{GRACE, HOSTILE, SLOW, config, patience};
 
 /// Which transports a stack uses.
 #[derive(Debug, Clone, Copy)]
@@ -26,8 +26,8 @@ fn rig(kind: Kind, faults: SimFaults, seed: u64) -> (Rig, SimNetwork, SeededThre
     let network = SimNetwork::new(seed, faults);
     let host = network.host("host");
     let stack: Arc<dyn NetworkStack> = match kind {
-        Kind::Packets => Arc::new(StreamStack::over(host.packets(), config())),
-        Kind::Both => Arc::new(host.stack_with_packets(config(), Duration::from_secs(2), false)),
+        Kind::Packets => Arc::new(StreamStack::over(host.packets(), config(&faults))),
+        Kind::Both => Arc::new(host.stack_with_packets(config(&faults), Duration::from_secs(2), false)),
     };
     let (cut, freeze) = (network.clone(), network.clone());
     let rig = Rig {
@@ -36,6 +36,7 @@ fn rig(kind: Kind, faults: SimFaults, seed: u64) -> (Rig, SimNetwork, SeededThre
         cut: Box::new(move || cut.break_all()),
         freeze: Box::new(move |frozen| freeze.freeze(frozen)),
         grace: GRACE,
+        patience: patience(&faults),
         slow: false,
         seed,
     };
