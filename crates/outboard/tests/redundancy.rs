@@ -213,10 +213,10 @@ fn a_dead_drive_stays_failed_while_another_drive_is_remounted_and_the_osd_restar
     // their open files and continue.
     (0..4).for_each(|n| fs::rename(drive(n), away(n)).unwrap());
     node.ok(&["debug", "fault", "drive.write=fail,count=1"]);
-    // The failed write may belong to a transaction that no request waits for. The osd then notices
-    // the failure at the next write.
+    // The failed write may be one of the store's own, for example of a checkpoint. The osd notices the
+    // failure when the next object of one of the target's groups changes.
     node.wait("a target refuses writes", || {
-        node.ok(&["put", "e/0", &node.path("file")]);
+        (0..8).for_each(|n| drop(node.ok(&["put", &format!("e/{n}"), &node.path("file")])));
         failed(&node) == 1
     });
     let dead = failed_targets(&node)[0];
