@@ -11,7 +11,7 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use futures::stream::{self, TryStreamExt};
+use futures::stream::{self, Stream, TryStreamExt};
 use store::{ObjectId, StoreCalls, StoreError};
 use tokio::time::Instant;
 
@@ -249,7 +249,6 @@ impl RebuildRun<'_> {
     /// are tried again after the others: objects that were removed or became smaller free space.
     async fn copy_missing(&self, oids: Vec<ObjectId>) -> store::Result<()> {
         let too_large = RefCell::new(Vec::new());
-        let wanted = oids.into_iter().filter(|oid| !(self.group.is_internal)(oid)).map(Ok);
         let copy = async |oid: ObjectId| match self.copy(oid.clone()).await {
             Err(StoreError::NoSpace { .. }) => {
                 too_large.borrow_mut().push(oid);
@@ -257,7 +256,7 @@ impl RebuildRun<'_> {
             }
             copied => copied,
         };
-        stream::iter(wanted).try_for_each_concurrent(OBJECTS, copy).await?;
+        self.wanted(oids).try_for_each_concurrent(OBJECTS, copy).await?;
         self.copy_objects(too_large.into_inner()).await
     }
 
@@ -283,8 +282,12 @@ impl RebuildRun<'_> {
     }
 
     async fn copy_objects(&self, oids: Vec<ObjectId>) -> store::Result<()> {
-        let wanted = oids.into_iter().filter(|oid| !(self.group.is_internal)(oid)).map(Ok);
-        stream::iter(wanted).try_for_each_concurrent(OBJECTS, |oid| self.copy(oid)).await
+        self.wanted(oids).try_for_each_concurrent(OBJECTS, |oid| self.copy(oid)).await
+    }
+
+    /// Returns those of the objects that a rebuild copies.
+    fn wanted(&self, oids: Vec<ObjectId>) -> impl Stream<Item = store::Result<ObjectId>> {
+        stream::iter(oids.into_iter().filter(|oid| !(self.group.is_internal)(oid)).map(Ok))
     }
 
     async fn copy(&self, oid: ObjectId) -> store::Result<()> {

@@ -108,7 +108,7 @@ impl Shard {
     }
 }
 
-/// Lets the shard's other tasks run, at some of the parts with number `part`.
+/// Lets the shard's other tasks run after each [`PARTS_AT_A_TIME`] parts.
 async fn give_way(part: u64) {
     if part % PARTS_AT_A_TIME == PARTS_AT_A_TIME - 1 {
         tokio::task::yield_now().await;

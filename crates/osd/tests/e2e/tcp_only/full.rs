@@ -289,6 +289,16 @@ async fn a_rebuild_without_space_ends_when_the_target_taken_out_is_used_again() 
     assert_none_failed(&node).await;
 }
 
+/// Uses target 0 again, of two targets, and waits until it has all data. Then only it is left.
+async fn only_returned_target(node: &Node) {
+    assert!(node.fired() > 0);
+    node.stores[0].set_down(false);
+    let client = node.client().await;
+    client.set_target_out(0, false).await.unwrap();
+    crate::redundancy::wait_until_whole(&client).await;
+    node.stores[1].set_down(true);
+}
+
 /// Returns whether a change was refused for lack of space in the index.
 fn has_full_index(put: &Result<client::Mutated, Error>) -> bool {
     match put {
@@ -327,12 +337,7 @@ async fn dirty_notes_about_a_missing_target_do_not_fill_the_index_for_good() {
             }
         }
     }
-    assert!(node.fired() > 0);
-    node.stores[0].set_down(false);
-    let client = node.client().await;
-    client.set_target_out(0, false).await.unwrap();
-    crate::redundancy::wait_until_whole(&client).await;
-    node.stores[1].set_down(true);
+    only_returned_target(&node).await;
     assert!(kept.get().await.unwrap() == data(5000, 1), "the returned target has all data");
 }
 
@@ -375,12 +380,7 @@ async fn a_returned_target_with_a_full_index_receives_the_removals_that_it_misse
         pool.object(&format!("o{n}")).unwrap().remove().await.unwrap();
     }
     fill_index(node.stores[0].inner()).await;
-    assert!(node.fired() > 0);
-    node.stores[0].set_down(false);
-    let client = node.client().await;
-    client.set_target_out(0, false).await.unwrap();
-    crate::redundancy::wait_until_whole(&client).await;
-    node.stores[1].set_down(true);
+    only_returned_target(&node).await;
     for n in 0..10 {
         assert!(pool.object(&format!("o{n}")).unwrap().get().await.unwrap_err().is_not_found());
     }
@@ -402,12 +402,7 @@ async fn a_full_target_that_returns_receives_removals_before_objects_that_need_t
     for n in 0..count {
         pool.object(&format!("new{n}")).unwrap().put(data(LARGE, n as u64)).await.unwrap();
     }
-    assert!(node.fired() > 0);
-    node.stores[0].set_down(false);
-    let client = node.client().await;
-    client.set_target_out(0, false).await.unwrap();
-    crate::redundancy::wait_until_whole(&client).await;
-    node.stores[1].set_down(true);
+    only_returned_target(&node).await;
     check(&pool, "new", LARGE, 0..count).await;
 }
 
