@@ -317,7 +317,7 @@ impl CodingDispatcher {
             && host.cpus.is_empty()
             && let Ok(used) = base::process::ProcessUsage::read(std::process::id())
         {
-            host.reading.dpu += Duration::from_secs_f64(used.total.cpu_seconds);
+            host.reading.dpu += Duration::from_nanos(used.total.cpu_ns);
         }
         let load = self.load.borrow_mut().sample(Instant::now(), host.reading);
         self.scheduler.set_host_busy(load == LoadLevel::Busy);

@@ -6,13 +6,23 @@
 
 use std::cell::Cell;
 
+use tokio::runtime::Runtime;
 use tokio::task::JoinHandle;
 
 use crate::thread::ThreadClass;
-use crate::work::booked;
+use crate::work::{booked, thread_woke};
 
 thread_local! {
     static IN_ROLE: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Creates the runtime of a thread that serves clients, stores or connections. It counts the wake-ups
+/// of its thread, by class ([`crate::work`]).
+///
+/// # Errors
+/// If the system cannot create the descriptors for waiting.
+pub fn runtime() -> std::io::Result<Runtime> {
+    tokio::runtime::Builder::new_current_thread().enable_all().on_thread_unpark(thread_woke).build()
 }
 
 /// Starts a task of the current role that may move between threads. The task's CPU time is booked

@@ -49,6 +49,9 @@ pub enum ThreadClass {
     Osd,
     /// The host–DPU channel's software: rings, doorbells, control socket.
     Channel,
+    /// Operations of libfabric for the host–DPU channel's engine `ofi`. With a provider that emulates
+    /// RDMA by software, the threads also do the work of the NIC.
+    Fabric,
     /// Emulated DMA hardware. A real device would do this work without CPU time.
     Dma,
     /// Erasure coding by software on the DPU.
@@ -67,10 +70,11 @@ pub enum ThreadClass {
 
 impl ThreadClass {
     /// All classes, in the order of their declaration.
-    pub const ALL: [ThreadClass; 10] = [
+    pub const ALL: [ThreadClass; 11] = [
         ThreadClass::Messenger,
         ThreadClass::Osd,
         ThreadClass::Channel,
+        ThreadClass::Fabric,
         ThreadClass::Dma,
         ThreadClass::Coding,
         ThreadClass::CodingDevice,
@@ -87,6 +91,7 @@ impl ThreadClass {
             ThreadClass::Messenger => "msgr",
             ThreadClass::Osd => "osd",
             ThreadClass::Channel => "chan",
+            ThreadClass::Fabric => "ofi",
             ThreadClass::Dma => "dma",
             ThreadClass::Coding => "ec",
             ThreadClass::CodingDevice => "eca",

@@ -7,7 +7,7 @@ use messenger::NetworkStack;
 use uuid::Uuid;
 use wire::{
     AdminReply, AdminRequest, CodingMode, Mutated, NodeStatus, PoolInfo, PoolLoss, PoolName, Query,
-    QueryAnswer, Redundancy, ScrubStatus,
+    QueryAnswer, Redundancy, RoleUsage, ScrubStatus,
 };
 
 use crate::engine::{Capability, ChangeRequest, Engine, NativeEngine, ReadReply, ReadRequest};
@@ -224,6 +224,18 @@ impl Client {
     pub async fn status(&self) -> Result<NodeStatus> {
         match self.ask(AdminRequest::Status).await? {
             AdminReply::Status(status) => Ok(*status),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    /// Returns how much the node's processes use of their machines. A process that does not report
+    /// its use in time is missing. The supervisor never reports it.
+    ///
+    /// # Errors
+    /// If the node does not answer.
+    pub async fn usage(&self) -> Result<Vec<RoleUsage>> {
+        match self.ask(AdminRequest::Usage).await? {
+            AdminReply::Usage(usage) => Ok(usage),
             other => Err(unexpected(&other)),
         }
     }

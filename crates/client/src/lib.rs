@@ -57,6 +57,6 @@ pub use wire::{
     CodingMode, CodingOffload, CodingPlaceStatus, CodingSent, CodingStatus, ConnectionStatus,
     Error as NodeError, HealthStatus, Manifest, Mutated, NameError, NodeStatus, ObjectName, OffloadState,
     OffloadStatus, PathStatus, PhaseTimes, Placement, PoolHealth, PoolInfo, PoolLoss, PoolName,
-    RebuildStatus, Redundancy, RequestTimes, ScrubStatus, ShardStatus, ShortageCounts, SkippedGroups, Space,
-    StagingStatus, StatAnswer, TargetState, TargetStatus, ThreadTimes,
+    RebuildStatus, Redundancy, RequestTimes, Role, RoleUsage, ScrubStatus, ShardStatus, ShortageCounts,
+    SkippedGroups, Space, StagingStatus, StatAnswer, TargetState, TargetStatus, ThreadTimes,
 };

@@ -19,7 +19,7 @@ pub(crate) struct Home {
 impl Home {
     /// Starts the thread, which is named `msgr-client`.
     pub(crate) fn start() -> std::io::Result<Home> {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        let runtime = base::task::runtime()?;
         let handle = runtime.handle().clone();
         let (stop, stopped) = oneshot::channel::<()>();
         base::thread::spawn(ThreadClass::Messenger, "client", move || {

@@ -54,9 +54,6 @@ pub struct DebugAnswer {
     /// Tuning of the channel in the configuration, if the role is an osd that uses a channel.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub configured: Option<ChannelTuning>,
-    /// Time that threads of class `chan` have spent in tasks, in ns, by class of task.
-    #[serde(default)]
-    pub chan_ns: Vec<(ThreadClass, u64)>,
 }
 
 impl std::fmt::Display for ArmedFault {
@@ -173,10 +170,8 @@ impl Controls {
         let armed = self.faults.armed().into_iter();
         let faults = armed.map(|a| ArmedFault { fault: a.fault, fired: a.fired }).collect();
         let tuned = self.tuned.lock().unwrap_or_else(PoisonError::into_inner);
-        let work = base::work::of_threads(ThreadClass::Channel);
-        let chan_ns = ThreadClass::ALL.map(|class| (class, work.ns(class))).into();
         let (tuning, configured) = tuned.as_ref().map(|t| (t.current, t.configured)).unzip();
-        DebugAnswer { error, faults, tuning, configured, chan_ns }
+        DebugAnswer { error, faults, tuning, configured }
     }
 
     fn tune(&self, wanted: ChannelTuning) -> Result<(), TuneError> {

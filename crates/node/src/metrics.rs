@@ -112,6 +112,11 @@ fn describe() {
         Unit::Seconds,
         "CPU time by thread class; `ended` is the time of threads that have ended"
     );
+    describe_gauge!(
+        "outboard_process_user_seconds",
+        Unit::Seconds,
+        "Part of the CPU time that threads spent in user mode, by thread class"
+    );
     describe_counter!("outboard_process_context_switches", Unit::Count, "Context switches by thread class");
     describe_gauge!(
         "outboard_process_peak_resident_bytes",
@@ -373,14 +378,15 @@ fn record_process() {
         metrics::gauge!("outboard_process_max_fds").set(descriptors.most as f64);
     }
     let Ok(usage) = ProcessUsage::read(std::process::id()) else { return };
-    let mut ended = usage.total.cpu_seconds;
+    let mut ended = usage.total.cpu_ns;
     for (class, used) in &usage.by_class {
-        ended -= used.cpu_seconds;
-        metrics::gauge!("outboard_process_cpu_seconds", "class" => class.clone()).set(used.cpu_seconds);
+        ended = ended.saturating_sub(used.cpu_ns);
+        metrics::gauge!("outboard_process_cpu_seconds", "class" => class.clone()).set(used.cpu_seconds());
+        metrics::gauge!("outboard_process_user_seconds", "class" => class.clone()).set(used.user_seconds());
         metrics::counter!("outboard_process_context_switches", "class" => class.clone())
             .absolute(used.context_switches);
     }
-    metrics::gauge!("outboard_process_cpu_seconds", "class" => "ended").set(ended.max(0.0));
+    metrics::gauge!("outboard_process_cpu_seconds", "class" => "ended").set(ended as f64 / 1e9);
     metrics::gauge!("outboard_process_peak_resident_bytes").set(usage.peak_resident_bytes as f64);
 }
 

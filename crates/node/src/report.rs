@@ -496,7 +496,7 @@ impl ProcessReport {
             hangs: process.hangs,
             last_exit: process.last_exit.clone(),
             metrics: process.metrics.clone().filter(|_| alive),
-            cpu_seconds: usage.as_ref().map(|u| u.total.cpu_seconds),
+            cpu_seconds: usage.as_ref().map(|u| u.total.cpu_seconds()),
             peak_resident_bytes: usage.map(|u| u.peak_resident_bytes),
             open_fds: descriptors.map(|d| d.open),
             max_fds: descriptors.map(|d| d.most),

@@ -13,7 +13,7 @@ use base::pool::BufferPool;
 use channel::ofi::{OfiEngine, OfiOptions};
 use channel::{DmaEngine, MemoryLayout, Profile, SeatClaim, ShmEngine, ShmOptions};
 use messenger::{NetworkStack, UseAs};
-use osd::{FirstShard, FurtherShard, OffloadSource, OsdConfig, ShardResources, StripesAt};
+use osd::{FirstShard, FurtherShard, OffloadSource, OsdConfig, ShardResources, StripesAt, UsageSource};
 use proxy::{Attachment, AttachmentOptions, StoreEndpoint};
 use store::ObjectStore;
 use store::stripes::Engines;
@@ -236,11 +236,16 @@ async fn open(common: &ShardCommon, number: u16) -> Result<OpenShard> {
         .attachment
         .clone()
         .map(|attachment| OffloadSource(Arc::new(move || attachment.status().offload)));
+    let store_usage = backend.attachment.as_ref().map(|attachment| {
+        let stores = attachment.store_set();
+        UsageSource(Arc::new(move || stores.usage()))
+    });
     let faults = common.controls.faults().clone();
     let osd_config = OsdConfig {
         coding: coding::osd_config(config, common.shards, backend.placement, backend.stripes.clone(), faults),
         segments_in_flight: in_flight,
         offload,
+        store_usage,
         placement: backend.placement,
         engine: backend.engine.clone(),
         emulated: backend.emulated,

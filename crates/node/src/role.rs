@@ -100,8 +100,7 @@ where
     F: Future<Output = Result<()>>,
 {
     let result = set_up(role, args).and_then(|process| {
-        let runtime =
-            tokio::runtime::Builder::new_current_thread().enable_all().build().doing("starting the role")?;
+        let runtime = base::task::runtime().doing("starting the role")?;
         let result = runtime.block_on(tokio::task::LocalSet::new().run_until(body(process)));
         // The results of remaining tasks are not needed any more.
         runtime.shutdown_background();

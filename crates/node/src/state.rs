@@ -6,35 +6,10 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 use wire::Placement;
+pub use wire::Role;
 
 use super::dir::{DirError, NodeDir};
 use super::durable::replace_file;
-
-/// The role of a process in a node.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Role {
-    /// Starts and restarts the other roles.
-    Supervisor,
-    /// Owns the targets.
-    Store,
-    /// Handles requests, and reaches a store over a channel.
-    Osd,
-    /// Handles requests and owns the targets: `placement = host`.
-    Node,
-}
-
-impl Role {
-    /// Returns the role's name in output and files.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Role::Supervisor => "supervisor",
-            Role::Store => "store",
-            Role::Osd => "osd",
-            Role::Node => "node",
-        }
-    }
-}
 
 /// The state of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]

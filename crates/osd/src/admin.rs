@@ -52,6 +52,7 @@ impl Osd {
                 let removed = self.shard.each(move |shard| shard.collect_orphans(grace)).await?;
                 return Ok(AdminReply::Collected(removed.into_iter().sum()));
             }
+            AdminRequest::Usage => return Ok(AdminReply::Usage(status::usage(&self.shard.config).await)),
             other => return Err(Error::BadRequest(format!("{other:?} is not supported"))),
         }
         Ok(AdminReply::Done)

@@ -5,7 +5,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use array::CodingConfig;
+use base::BoxFuture;
 use base::clock::WallClock;
+use base::process::OwnUsage;
 use uuid::Uuid;
 use wire::{OffloadStatus, Placement};
 
@@ -63,6 +65,8 @@ pub struct OsdConfig {
     /// Source of the DMA engine's health, which the node's status shows. `None` if the node uses no
     /// DMA engine.
     pub offload: Option<OffloadSource>,
+    /// Asks the store's process for its use of its machine. `None` if the stores are in this process.
+    pub store_usage: Option<UsageSource>,
     /// Configuration of where and how parity is computed.
     pub coding: CodingConfig,
     /// Id of the osd's process. Shown in the node's status.
@@ -133,6 +137,16 @@ impl std::fmt::Debug for OffloadSource {
     }
 }
 
+/// Function that asks another process for its use of its machine.
+#[derive(Clone)]
+pub struct UsageSource(pub Arc<dyn Fn() -> BoxFuture<'static, store::Result<OwnUsage>> + Send + Sync>);
+
+impl std::fmt::Debug for UsageSource {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("UsageSource")
+    }
+}
+
 impl OsdConfig {
     pub(crate) fn segments_in_flight(&self) -> usize {
         self.segments_in_flight.load(Ordering::Relaxed).max(1)
@@ -166,6 +180,7 @@ impl Default for OsdConfig {
             cached_objects_per_pg: 4096,
             segments_in_flight: Arc::new(AtomicUsize::new(3)),
             offload: None,
+            store_usage: None,
             coding: CodingConfig::default(),
             pid: std::process::id(),
             clock: WallClock::default(),

@@ -87,7 +87,7 @@ mod written;
 
 pub use array::{CodingConfig, StripesAt};
 pub use audit::inspect_object;
-pub use config::{OffloadSource, OsdConfig, TargetRetry};
+pub use config::{OffloadSource, OsdConfig, TargetRetry, UsageSource};
 pub use server::{FirstShard, FurtherShard, OsdServer, OsdStarted, ShardResources, shards};
 pub use start_error::StartError;
 pub use witness::{WitnessAt, WitnessStorage};

@@ -327,7 +327,7 @@ impl ShardThread {
         serve: impl FnOnce(oneshot::Receiver<()>) -> F + Send + 'static,
     ) -> std::io::Result<ShardThread> {
         let (stop, stopped) = oneshot::channel();
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        let runtime = base::task::runtime()?;
         let body = move || LocalSet::new().block_on(&runtime, serve(stopped));
         let thread = base::thread::spawn(ThreadClass::Osd, &number.to_string(), body)?;
         Ok(ShardThread { stop, thread })

@@ -2,14 +2,17 @@
 
 use std::rc::Rc;
 
+use base::process::OwnUsage;
 use messenger::{Admissions, Shortage};
 use store::StoreCalls;
 use uuid::Uuid;
 use wire::{
-    CodingStatus, ConnectionStatus, NodeStatus, OffloadStatus, PathStatus, RebuildStatus, RequestTimes,
-    ShardStatus, ShortageCounts, Space, StagingStatus, TargetState, TargetStatus, ThreadTimes,
+    CodingStatus, ConnectionStatus, NodeStatus, OffloadStatus, PathStatus, Placement, RebuildStatus,
+    RequestTimes, Role, RoleUsage, ShardStatus, ShortageCounts, Space, StagingStatus, TargetState,
+    TargetStatus, ThreadTimes,
 };
 
+use crate::config::{OsdConfig, UsageSource};
 use crate::mailbox::ShardGone;
 use crate::map::TargetRecord;
 use crate::osd::Osd;
@@ -107,6 +110,28 @@ pub(crate) async fn status(osd: &Osd) -> Result<NodeStatus, ShardGone> {
         staging,
         shards: reports.into_iter().map(|report| report.status).collect(),
     })
+}
+
+/// Returns how much the processes of the node use of their machines. A process whose use cannot be
+/// read is missing.
+pub(crate) async fn usage(config: &OsdConfig) -> Vec<RoleUsage> {
+    let role = match config.placement {
+        Placement::Dpu => Role::Osd,
+        Placement::Host => Role::Node,
+    };
+    let mut roles = Vec::new();
+    match OwnUsage::read() {
+        Ok(usage) => roles.push(RoleUsage { role, usage }),
+        Err(error) => tracing::warn!(%error, "the use of this process cannot be read"),
+    }
+    if let Some(UsageSource(ask)) = &config.store_usage {
+        match tokio::time::timeout(PATIENCE, ask()).await {
+            Ok(Ok(usage)) => roles.push(RoleUsage { role: Role::Store, usage }),
+            Ok(Err(error)) => tracing::warn!(%error, "the store does not report its use"),
+            Err(_) => tracing::warn!("the store did not report its use within {PATIENCE:?}"),
+        }
+    }
+    roles
 }
 
 /// Returns what a shard contributes to the status.

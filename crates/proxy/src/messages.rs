@@ -1,5 +1,6 @@
 //! The control data of requests and replies in the channel's entries, encoded with postcard.
 
+use base::process::OwnUsage;
 use bytes::{Buf, Bytes};
 use channel::ofi::OfiOffer;
 use serde::{Deserialize, Serialize};
@@ -143,6 +144,8 @@ pub(crate) enum StoreCall {
     },
     /// Asks for the load of the host's processor. The header's target is ignored.
     HostReading,
+    /// Asks how much the store's process uses of its machine. The header's target is ignored.
+    Usage,
 }
 
 impl StoreCall {
@@ -214,6 +217,7 @@ pub(crate) enum CallAnswer {
         rung: u64,
     },
     HostReading(HostReading),
+    Usage(OwnUsage),
     /// Parity was computed, in this many nanoseconds if the time is known. The final answer
     /// follows.
     Coded(Option<u64>),

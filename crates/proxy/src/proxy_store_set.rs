@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use base::BoxFuture;
+use base::process::OwnUsage;
 use store::stripes::{Coded, HostReading, StoreSet, StripeError, StripeWrite, TargetTransaction};
 use store::{StoreError, StoreFuture, StoreReply, ready};
 use tokio::sync::oneshot;
@@ -35,6 +36,35 @@ impl ProxyStoreSet {
             index.and_then(|index| u16::try_from(index).ok())
         };
         transactions.iter().map(index).collect()
+    }
+
+    /// Asks how much the store's process uses of its machine.
+    ///
+    /// # Errors
+    /// If the store does not answer in time.
+    pub fn usage(&self) -> BoxFuture<'static, store::Result<OwnUsage>> {
+        let answer = self.ask_host(StoreCall::Usage);
+        Box::pin(async move {
+            match answer.await? {
+                CallAnswer::Usage(usage) => Ok(usage),
+                _ => Err(unexpected()),
+            }
+        })
+    }
+
+    /// Makes a repeatable call that concerns no target.
+    fn ask_host(&self, call: StoreCall) -> BoxFuture<'static, store::Result<CallAnswer>> {
+        let ask = move |handle: &AttachmentHandle| {
+            let call = call.clone();
+            start(handle, 0, |store_channel, target, to| {
+                store_channel.call(target, call, AnswerUse::Plain, to)
+            })
+        };
+        let (handle, first) = (Arc::clone(&self.handle), ask(&self.handle));
+        Box::pin(async move {
+            let again = || ask(&handle);
+            Ok(retrying(&handle, deadline(&handle), first, again).await?.answer)
+        })
     }
 }
 
@@ -98,15 +128,9 @@ impl StoreSet for ProxyStoreSet {
     }
 
     fn host_reading(&self) -> BoxFuture<'static, store::Result<HostReading>> {
-        let ask = |handle: &AttachmentHandle| {
-            start(handle, 0, |store_channel, target, to| {
-                store_channel.call(target, StoreCall::HostReading, AnswerUse::Plain, to)
-            })
-        };
-        let (handle, first) = (Arc::clone(&self.handle), ask(&self.handle));
+        let answer = self.ask_host(StoreCall::HostReading);
         Box::pin(async move {
-            let again = || ask(&handle);
-            match retrying(&handle, deadline(&handle), first, again).await?.answer {
+            match answer.await? {
                 CallAnswer::HostReading(reading) => Ok(reading),
                 _ => Err(unexpected()),
             }

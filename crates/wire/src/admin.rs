@@ -4,7 +4,7 @@ use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
-use crate::{CodingMode, NodeStatus, PoolInfo, Redundancy, ScrubStatus};
+use crate::{CodingMode, NodeStatus, PoolInfo, Redundancy, RoleUsage, ScrubStatus};
 
 /// A request of an operator, which administers the node.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -71,6 +71,8 @@ pub enum AdminRequest {
         /// `false` to only state the loss.
         accept_loss: bool,
     },
+    /// Asks how much the osd and the store use of their machines.
+    Usage,
 }
 
 /// Reply to an [`AdminRequest`].
@@ -89,6 +91,8 @@ pub enum AdminReply {
     Collected(u64),
     /// What would be lost with a target, for each pool that waits for it.
     Loss(Vec<PoolLoss>),
+    /// The use of the node's processes. A store that does not answer in time is missing.
+    Usage(Vec<RoleUsage>),
 }
 
 /// What a pool would lose with a target.

@@ -7,9 +7,9 @@ use serde::Serialize;
 use crate::{Reply, RequestBody, RequestHead};
 
 /// Newest version of the object protocol that this program speaks.
-pub const VERSION: u16 = 10;
+pub const VERSION: u16 = 11;
 /// Oldest version of the object protocol that this program speaks.
-pub const VERSION_OLDEST: u16 = 10;
+pub const VERSION_OLDEST: u16 = 11;
 
 /// Error for bytes that cannot be decoded.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

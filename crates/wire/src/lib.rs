@@ -23,6 +23,7 @@ mod request;
 mod session;
 mod states;
 mod status;
+mod usage;
 
 pub use admin::{AdminReply, AdminRequest, PoolLoss};
 pub use bulk::{BulkDescriptor, BulkDirection, BulkOwner, BulkSegment, MemoryKind, RemoteMemory};
@@ -46,3 +47,4 @@ pub use status::{
     PathStatus, PhaseTimes, PoolHealth, PoolInfo, RebuildStatus, RequestTimes, ScrubStatus, ShardStatus,
     ShortageCounts, Space, StagingStatus, TargetState, TargetStatus, ThreadTimes,
 };
+pub use usage::{Role, RoleUsage};

@@ -217,7 +217,7 @@ async fn run_all(
         let [software, hardware] =
             [[ThreadClass::Osd, ThreadClass::Coding], [ThreadClass::Dma, ThreadClass::CodingDevice]];
         let (cpu, switches) =
-            (|used: Usage| used.cpu_seconds * 1e6, |used: Usage| used.context_switches as f64);
+            (|used: Usage| used.cpu_seconds() * 1e6, |used: Usage| used.context_switches as f64);
         let host = host.map(|host| host.total).unwrap_or_default();
         let per = |value: f64| value / ops as f64;
         let bytes = match load {
@@ -229,7 +229,7 @@ async fn run_all(
             "{label:<26} {:>9.0} {:>8.0} | {:>7.2} {:>7.2} {:>7.2} | {:>6.2} {:>6.2} {:>6.2} | {:>6.2}",
             ops as f64 / seconds,
             ops as f64 * bytes / seconds / 1e6,
-            per(host.cpu_seconds * 1e6),
+            per(host.cpu_seconds() * 1e6),
             per(sum(software, &cpu)),
             per(sum(hardware, &cpu)),
             per(host.context_switches as f64),
@@ -373,7 +373,7 @@ fn memcpy(time: Duration) -> Result<()> {
     let mut copied = 0usize;
     let cpu = || -> Result<f64> {
         let used = ProcessUsage::read(std::process::id()).doing("measuring memcpy")?;
-        Ok(used.by_class.get("osd").map_or(0.0, |u| u.cpu_seconds))
+        Ok(used.by_class.get("osd").map_or(0.0, |u| u.cpu_seconds()))
     };
     let (started, before) = (Instant::now(), cpu()?);
     while started.elapsed() < time {

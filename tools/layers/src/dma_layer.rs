@@ -220,7 +220,7 @@ async fn measure(rig: EngineRig) -> Result<()> {
     let usage = || ProcessUsage::read(std::process::id()).doing("reading the CPU time of this process");
     let before = usage()?;
     tokio::time::sleep(Duration::from_secs(1)).await;
-    let idle_cpu_ms = one_digit(usage()?.since(&before).total.cpu_seconds * 1e3);
+    let idle_cpu_ms = one_digit(usage()?.since(&before).total.cpu_seconds() * 1e3);
     let (engine, emulated) = (rig.name, rig.engine.is_emulated());
     let figures = EngineFigures {
         engine,

@@ -97,7 +97,7 @@ async fn measure(pool: &Pool, load: OsdLoad, size: usize, time: Duration) -> Res
     let ops: u64 = try_join_all(workers).await.doing(DOING)?.into_iter().sum();
     let elapsed = started.elapsed().as_secs_f64();
     let used = usage()?.since(&before);
-    let osd_cpu = used.by_class.get("osd").map_or(0.0, |u| u.cpu_seconds);
+    let osd_cpu = used.by_class.get("osd").map_or(0.0, |u| u.cpu_seconds());
     let per_op = |seconds: f64| seconds * 1e6 / ops as f64;
     output::line(format!(
         "{:<6} {:>6} {:>10.0} {:>8.0} {:>11.1} {:>10.1} {:>12.2}",
@@ -109,7 +109,7 @@ async fn measure(pool: &Pool, load: OsdLoad, size: usize, time: Duration) -> Res
         ops as f64 / elapsed,
         ops as f64 * size as f64 / elapsed / 1e6,
         per_op(osd_cpu),
-        per_op(used.total.cpu_seconds),
+        per_op(used.total.cpu_seconds()),
         used.total.context_switches as f64 / ops as f64
     ));
     Ok(())

@@ -218,7 +218,7 @@ fn load(endpoint: &str, clients: usize, in_flight: usize, args: &ShardsArgs) -> 
     for worker in workers {
         worker.join().expect("a client does not panic")?;
     }
-    let osd = used.by_class.get("osd").map_or(0.0, |u| u.cpu_seconds);
+    let osd = used.by_class.get("osd").map_or(0.0, |u| u.cpu_seconds());
     Ok(ShardsMeasurement {
         ops_per_second: ops / elapsed,
         osd_us_per_op: osd * 1e6 / ops,

@@ -211,7 +211,7 @@ async fn measure(
     }
     let seconds = started.elapsed().as_secs_f64();
     let (count, used) = (latencies.len() as f64, usage()?.since(&before));
-    let store = used.by_class.get("store").map_or(0.0, |u| u.cpu_seconds);
+    let store = used.by_class.get("store").map_or(0.0, |u| u.cpu_seconds());
     let switches = used.by_class.get("store").map_or(0, |u| u.context_switches);
     latencies.sort_unstable();
     let at = |q: f64| latencies[((count - 1.0) * q) as usize].as_secs_f64() * 1e6;
@@ -222,7 +222,7 @@ async fn measure(
         at(0.5),
         at(0.99),
         store * 1e6 / count,
-        used.total.cpu_seconds * 1e6 / count,
+        used.total.cpu_seconds() * 1e6 / count,
         switches as f64 / count
     ));
     Ok(())

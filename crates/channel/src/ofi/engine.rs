@@ -81,8 +81,7 @@ impl OfiEngine {
         let shared = Shared::new(configured_max, options.spin)?;
         let (faults, timeout) = (options.faults.clone(), options.attach_timeout);
         let worker = EngineWorker::new(Arc::clone(&shared), library, faults, timeout);
-        let thread_name = format!("ofi-{}", options.number);
-        let thread = spawn(ThreadClass::Channel, &thread_name, move || worker.run())?;
+        let thread = spawn(ThreadClass::Fabric, &options.number.to_string(), move || worker.run())?;
         let OfiOptions { provider, attach_timeout, .. } = options;
         let (next_id, thread) = (AtomicU32::new(0), Mutex::new(Some(thread)));
         Ok(Arc::new(OfiEngine { shared, next_id, thread, provider, configured_max, attach_timeout }))

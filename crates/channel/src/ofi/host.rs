@@ -135,7 +135,7 @@ impl OfiHost {
             retry: false,
             running: true,
         };
-        let thread = Mutex::new(Some(spawn(ThreadClass::Channel, "ofi-host", move || worker.run())?));
+        let thread = Mutex::new(Some(spawn(ThreadClass::Fabric, "host", move || worker.run())?));
         Ok(OfiHost { shared, thread, domain, provider, address })
     }
 

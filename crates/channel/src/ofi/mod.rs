@@ -4,7 +4,7 @@
 //!
 //! ```text
 //!   osd's process                                        store's process
-//!   OfiEngine, thread chan-ofi                           OfiHost, thread chan-ofi-host
+//!   OfiEngine, thread ofi-N                              OfiHost, thread ofi-host
 //!     queue 0 ── endpoint ══ reads, writes, bells ══▶ endpoint ─┐
 //!     queue 1 ── endpoint ═══════════════════════════▶ endpoint ─┼─▶ host memory (registered, one key)
 //!       …                                                        └─▶ host's doorbell (eventfd)

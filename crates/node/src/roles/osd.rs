@@ -251,7 +251,7 @@ fn spawn_with_runtime(
     number: u16,
     body: impl FnOnce(Runtime) + Send + 'static,
 ) -> std::io::Result<JoinHandle<()>> {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let runtime = base::task::runtime()?;
     base::thread::spawn(ThreadClass::Osd, &number.to_string(), move || {
         metrics::label_thread(number);
         body(runtime);

@@ -339,6 +339,7 @@ fn control(store: &Arc<dyn ObjectStore>, call: StoreCall) -> Calling {
         StoreCall::StageWrite { .. }
         | StoreCall::StageStripes { .. }
         | StoreCall::HostReading
+        | StoreCall::Usage
         | StoreCall::Transactions { .. }
         | StoreCall::Read { .. }
         | StoreCall::Channel(_) => {

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use base::fault::{Action, Faults, Site};
 use base::mem::OutsideAccess;
+use base::process::OwnUsage;
 use bytes::Bytes;
 use channel::ofi::{OfiGrant, OfiOffer};
 use channel::ring::{self, MAX_ENTRY};
@@ -715,6 +716,11 @@ impl HostAttachment {
             }
             Ok((StoreCall::HostReading, ..)) => {
                 let outcome = self.engines.host_reading().map(CallAnswer::HostReading);
+                let done = Finished::Call(request.done(outcome));
+                self.running.push(Box::pin(std::future::ready(done)));
+            }
+            Ok((StoreCall::Usage, ..)) => {
+                let outcome = OwnUsage::read().map(CallAnswer::Usage).map_err(StoreError::from);
                 let done = Finished::Call(request.done(outcome));
                 self.running.push(Box::pin(std::future::ready(done)));
             }

@@ -233,7 +233,7 @@ impl Server {
         F: Future<Output = ()> + 'static,
     {
         let count = options.loops.clamp(1, MAX_LOOPS);
-        let runtime = || tokio::runtime::Builder::new_current_thread().enable_all().build();
+        let runtime = || base::task::runtime();
         let first = runtime()?;
         let listener = {
             let _entered = first.enter();

@@ -134,7 +134,7 @@ fn usage() -> Result<ProcessUsage> {
 
 /// The CPU time of a class of threads, in seconds.
 fn cpu_seconds(usage: &ProcessUsage, class: &str) -> f64 {
-    usage.by_class.get(class).map_or(0.0, |usage| usage.cpu_seconds)
+    usage.by_class.get(class).map_or(0.0, |usage| usage.cpu_seconds())
 }
 
 impl ConnectionSample {

@@ -197,11 +197,11 @@ impl Cpu {
     /// report CPU times.
     fn so_far() -> Cpu {
         let classes = ProcessUsage::read(std::process::id()).map(|usage| usage.by_class).unwrap_or_default();
-        let of = |class: ThreadClass| classes.get(class.prefix()).map_or(0.0, |usage| usage.cpu_seconds);
+        let of = |class: ThreadClass| classes.get(class.prefix()).map_or(0.0, |usage| usage.cpu_seconds());
         let (dpu, device) = (of(ThreadClass::Coding), of(ThreadClass::CodingDevice));
         // The classes do not contain threads that have ended. No computing thread ends during a
         // measurement.
-        let all: f64 = classes.values().map(|usage: &Usage| usage.cpu_seconds).sum();
+        let all: f64 = classes.values().map(|usage: &Usage| usage.cpu_seconds()).sum();
         let host = if classes.is_empty() { f64::NAN } else { all - dpu - device };
         Cpu { host_cpu_seconds: host, dpu_cpu_seconds: dpu, emulated_device_cpu_seconds: device }
     }

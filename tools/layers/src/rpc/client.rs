@@ -141,7 +141,7 @@ impl RpcRig {
     /// Returns the CPU time of both processes so far, in seconds.
     fn cpu_seconds(&self) -> Result<f64> {
         let own = ProcessUsage::read(std::process::id()).doing("reading the CPU time of this process")?;
-        Ok(own.total.cpu_seconds + self.peer.usage()?.cpu_seconds)
+        Ok(own.total.cpu_seconds() + self.peer.usage()?.cpu_seconds())
     }
 
     /// Opens the additional idle connections. Returns the CPU use of both processes while all

@@ -170,9 +170,9 @@ impl Figures {
             p50_us: of(&|s| Some(s.p50_us()))?,
             p99_us: quantile(0.99),
             p999_us: quantile(0.999),
-            cpu_us_per_message: usage(|u| u.cpu_seconds * 1e6),
+            cpu_us_per_message: usage(|u| u.cpu_seconds() * 1e6),
             cpu_us_per_mib: of(&|s| {
-                Some(s.usage.as_ref()?.cpu_seconds * 1e6 / (payload(s) / f64::from(1 << 20)))
+                Some(s.usage.as_ref()?.cpu_seconds() * 1e6 / (payload(s) / f64::from(1 << 20)))
             }),
             context_switches_per_message: usage(|u| u.context_switches as f64),
             wake_ups_per_message: usage(|u| u.wake_ups as f64),

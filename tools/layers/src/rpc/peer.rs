@@ -99,7 +99,8 @@ pub fn resident_bytes(pid: u32) -> u64 {
 /// Adds the CPU use of both processes.
 pub fn sum(a: Usage, b: Usage) -> Usage {
     Usage {
-        cpu_seconds: a.cpu_seconds + b.cpu_seconds,
+        cpu_ns: a.cpu_ns + b.cpu_ns,
+        user_ns: a.user_ns + b.user_ns,
         context_switches: a.context_switches + b.context_switches,
         wake_ups: a.wake_ups + b.wake_ups,
     }

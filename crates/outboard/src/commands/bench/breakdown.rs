@@ -1,9 +1,7 @@
-//! What the osd measured during a benchmark: the phases of request times, and the time in the tasks
-//! of the osd's thread.
+//! What the osd measured during a benchmark: the phases of request times.
 
 use std::fmt;
 
-use base::thread::ThreadClass;
 use client::{NodeStatus, PhaseTimes};
 use serde::Serialize;
 
@@ -30,10 +28,6 @@ pub struct OpBreakdown {
 /// The osd's measurements in the window between two status answers.
 #[derive(Debug, Clone, PartialEq)]
 pub struct OsdMeasurement {
-    /// Pid of the osd.
-    pub pid: u32,
-    /// Time in the tasks of the osd's thread, in ns, by class.
-    pub thread_ns: [(ThreadClass, u64); 3],
     /// Sums over the requests of the workload's kind.
     times: PhaseTimes,
 }
@@ -47,13 +41,7 @@ impl OsdMeasurement {
             Workload::Randrw => combined(&status.times.read, &status.times.write, u64::checked_add),
         };
         let times = combined(&kind(after)?, &kind(before)?, u64::checked_sub)?;
-        let (earlier, later) = (before.thread_ns, after.thread_ns);
-        let thread_ns = [
-            (ThreadClass::Messenger, later.messenger.checked_sub(earlier.messenger)?),
-            (ThreadClass::Osd, later.osd.checked_sub(earlier.osd)?),
-            (ThreadClass::Channel, later.channel.checked_sub(earlier.channel)?),
-        ];
-        (before.osd_pid == after.osd_pid).then_some(OsdMeasurement { pid: after.osd_pid, thread_ns, times })
+        (before.osd_pid == after.osd_pid).then_some(OsdMeasurement { times })
     }
 
     /// Returns the mean times per operation, over `ops` operations. `None` if the osd has handled
@@ -102,7 +90,7 @@ impl fmt::Display for OpBreakdown {
 mod tests {
     use super::*;
 
-    fn status(pid: u32, count: u64, msgr: u64) -> NodeStatus {
+    fn status(pid: u32, count: u64) -> NodeStatus {
         let times = PhaseTimes {
             count,
             total_ns: 10_000 * count,
@@ -132,17 +120,14 @@ mod tests {
             coding: client::CodingStatus::default(),
             staging: client::StagingStatus::default(),
             times: client::RequestTimes { read: times, ..Default::default() },
-            thread_ns: client::ThreadTimes { messenger: msgr, osd: 5, channel: 0 },
+            thread_ns: client::ThreadTimes::default(),
             shards: Vec::new(),
         }
     }
 
     #[test]
     fn a_measurement_is_the_difference_between_two_status_answers() {
-        let window =
-            OsdMeasurement::between(&status(1, 10, 100), &status(1, 30, 500), Workload::Randread).unwrap();
-        let expected = [(ThreadClass::Messenger, 400), (ThreadClass::Osd, 0), (ThreadClass::Channel, 0)];
-        assert_eq!(window.thread_ns, expected);
+        let window = OsdMeasurement::between(&status(1, 10), &status(1, 30), Workload::Randread).unwrap();
         let mean = window.per_op(10).unwrap();
         let expected = OpBreakdown {
             requests_per_op: 2.0,
@@ -157,20 +142,20 @@ mod tests {
 
     #[test]
     fn a_restarted_osd_or_a_window_without_requests_yields_no_breakdown() {
-        let before = status(1, 10, 100);
+        let before = status(1, 10);
         assert_eq!(
-            OsdMeasurement::between(&before, &status(2, 20, 200), Workload::Read),
+            OsdMeasurement::between(&before, &status(2, 20), Workload::Read),
             None,
             "the osd has another pid"
         );
         assert_eq!(
-            OsdMeasurement::between(&before, &status(1, 2, 200), Workload::Read),
+            OsdMeasurement::between(&before, &status(1, 2), Workload::Read),
             None,
             "a counter has decreased, so the osd was restarted"
         );
-        let window = OsdMeasurement::between(&before, &status(1, 20, 200), Workload::Write).unwrap();
+        let window = OsdMeasurement::between(&before, &status(1, 20), Workload::Write).unwrap();
         assert_eq!(window.per_op(10), None, "there were no writes");
-        let window = OsdMeasurement::between(&before, &status(1, 20, 200), Workload::Randrw).unwrap();
+        let window = OsdMeasurement::between(&before, &status(1, 20), Workload::Randrw).unwrap();
         assert_eq!(window.per_op(10).unwrap().requests_per_op, 1.0, "reads count, too");
     }
 }

@@ -10,7 +10,7 @@ use client::{Client, Options};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::{mpsc, watch};
 
-use super::accounting::Processes;
+use super::accounting::{LocalSupervisor, UsageReading};
 use super::breakdown::OsdMeasurement;
 use super::load::{ClientLoad, LoadResult, SharedLoad};
 use super::report::{BenchReport, MeasuredCounts};
@@ -131,7 +131,7 @@ async fn until_dropped(mut started: watch::Receiver<Option<Instant>>) {
 pub async fn measure(
     client: &Client,
     args: &BenchArgs,
-    processes: &Processes,
+    supervisor: LocalSupervisor,
     shared: &Arc<SharedLoad>,
     mut others: FurtherClients,
 ) -> Result<BenchReport> {
@@ -142,7 +142,7 @@ pub async fn measure(
     others.ready().await?;
     // Ignore an error: without the osd's answer, only the breakdown by phase is missing.
     let osd_before = client.status().await.ok();
-    let before = processes.read();
+    let before = UsageReading::take(client, supervisor).await;
     let interrupts = signal(SignalKind::interrupt()).doing("preparing for Ctrl-C")?;
     let start = Instant::now();
     others.start.send_replace(Some(start));
@@ -152,7 +152,7 @@ pub async fn measure(
     let work = async {
         let mut sum = load.run(start, args.in_flight_of(0)).await;
         others.add_to(&mut sum).await?;
-        let used = processes.read().since(&before);
+        let used = UsageReading::take(client, supervisor).await.since(&before);
         drop(others);
         Ok::<_, Failure>((sum, used, client.status().await.ok()))
     };
@@ -164,6 +164,7 @@ pub async fn measure(
     let ended = load.ended.unwrap_or_else(Instant::now);
     let seconds = ended.duration_since(start).as_secs_f64();
     let (measured, interrupted) = (shared.measured(start), shared.is_stopped_early(start));
+    let placement = osd_before.as_ref().map(|status| status.placement);
     let window = osd_before.zip(osd_after).and_then(|(b, a)| OsdMeasurement::between(&b, &a, args.workload));
     if let Some(why) = &load.first_error {
         output::note(format!("{} operations failed; the first one: {why}", load.errors));
@@ -176,7 +177,7 @@ pub async fn measure(
         return Err(Failure::new("measuring", why));
     }
     let counts = MeasuredCounts { seconds, measured, interrupted, load, used, window };
-    BenchReport::new(args, processes.placement(), counts)
+    BenchReport::new(args, placement, counts)
 }
 
 /// Ends the measurement at the first SIGINT, and the process at the second one; never returns.

@@ -80,14 +80,17 @@ pub enum Workload {
 ///
 /// Host CPU is the CPU time of the store process (dpu placement) or of the node's only process
 /// (host placement). Node CPU is the sum over all processes, including this process and emulated
-/// hardware.
+/// hardware. The node reports the use of its processes, which may run on other machines. If a
+/// process does not report it, the figure is unknown (null with --json).
 ///
 /// CPU and context switches are shown by process and thread class. Connections (msgr) and, on a
 /// DPU, the channel's software (chan) share the osd's thread. On the host, the channel's software
 /// and the store share a thread. The CPU time of a shared thread is divided among its classes in
 /// proportion to the time in their tasks; this is an estimate and is marked as one. The context
 /// switches of a shared thread cannot be divided: all of them count for osd, or for chan on the
-/// host.
+/// host. "polls" counts how often tasks of a class ran, and "wake-ups" how often a task of the class
+/// was the first to run after its thread had waited. For a process, "wake-ups" counts how often one
+/// of its threads slept.
 #[derive(Debug, Clone, Args)]
 #[command(after_help = "Examples:\n  \
     outboard bench write --pool p --object-size 4MiB --in-flight 16 --seconds 10\n  \
@@ -194,14 +197,14 @@ impl BenchArgs {
 /// Runs the command.
 pub fn run(args: BenchArgs, node: &NodeArgs) -> Result<()> {
     args.check()?;
-    let processes = accounting::Processes::of(node);
+    let supervisor = accounting::LocalSupervisor::of(node);
     let requests_in_flight = load::PREPARED_IN_FLIGHT.max(args.in_flight as usize);
     let options = client::Options { requests_in_flight, ..super::options() };
     let shared = Arc::new(load::SharedLoad::new(&args)?);
     let (others, threads) = clients::FurtherClients::start(&args, node, &options, &shared)?;
     let json = args.json;
     let report = session::run(node, options, async move |client| {
-        clients::measure(&client, &args, &processes, &shared, others).await
+        clients::measure(&client, &args, supervisor, &shared, others).await
     });
     for thread in threads {
         thread.join().map_err(|_| Failure::new("measuring", "a client panicked; this is a bug"))?;

@@ -4,10 +4,9 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::time::Duration;
 
-use base::thread::ThreadClass;
 use hdrhistogram::Histogram;
-use serde::{Serialize, Serializer};
-use wire::Placement;
+use serde::Serialize;
+use wire::{Placement, Role};
 
 use super::accounting::{self, ProcessCost};
 use super::breakdown::{OpBreakdown, OsdMeasurement};
@@ -32,8 +31,7 @@ pub struct BenchReport {
     /// Rate at which operations were due, per second; missing in a closed loop.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub rate: Option<u32>,
-    /// Placement of the osd; `None` (in JSON `unknown`) if only the node's address is known.
-    #[serde(serialize_with = "placement_or_unknown")]
+    /// Placement of the osd; `None` if the node does not report it.
     pub placement: Option<Placement>,
     /// Time from the start of the measurement to the end of its last operation.
     pub seconds: f64,
@@ -58,10 +56,11 @@ pub struct BenchReport {
     /// restarted.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub breakdown_us: Option<OpBreakdown>,
-    /// CPU time of the storage host per operation; see `--help`.
-    pub host_cpu_us_per_op: f64,
-    /// CPU time of all processes per operation, including this process and emulated hardware.
-    pub node_cpu_us_per_op: f64,
+    /// CPU time of the storage host per operation; see `--help`. `None` if the node did not report it.
+    pub host_cpu_us_per_op: Option<f64>,
+    /// CPU time of all processes per operation, including this process and emulated hardware. `None` if
+    /// a role of the node did not report its use.
+    pub node_cpu_us_per_op: Option<f64>,
     pub processes: Vec<ProcessCost>,
 }
 
@@ -142,10 +141,6 @@ fn placement_name(placement: Option<Placement>) -> &'static str {
     placement.map_or("unknown", Placement::as_str)
 }
 
-fn placement_or_unknown<S: Serializer>(placement: &Option<Placement>, to: S) -> Result<S::Ok, S::Error> {
-    to.serialize_str(placement_name(*placement))
-}
-
 impl BenchReport {
     /// Computes the results.
     ///
@@ -156,11 +151,7 @@ impl BenchReport {
         placement: Option<Placement>,
         counts: MeasuredCounts,
     ) -> Result<BenchReport> {
-        let MeasuredCounts { seconds, measured, interrupted, load, used: mut processes, window } = counts;
-        if let Some(window) = &window {
-            let osd = processes.iter_mut().filter(|p| p.pid == window.pid);
-            osd.for_each(|p| p.divide(ThreadClass::Osd, &window.thread_ns));
-        }
+        let MeasuredCounts { seconds, measured, interrupted, load, used: processes, window } = counts;
         let kinds = [("read", &load.reads), ("write", &load.writes)];
         let of_kind = |record: &OpRecord| KindReport {
             ops: record.ops(),
@@ -173,10 +164,14 @@ impl BenchReport {
         let mut all = load.reads.clone();
         all.merge(&load.writes)?;
         let ops = all.ops();
+        // The use of a role that does not report it is unknown, and so is each sum that contains it.
+        let reported = |role: &Role| processes.iter().any(|p| p.role == role.as_str());
+        let are_known = placement.is_some_and(|p| accounting::roles(p).iter().all(reported));
         let cpu = |of: &dyn Fn(&ProcessCost) -> bool| -> f64 {
             let seconds: f64 = processes.iter().filter(|p| of(p)).map(|p| p.cpu_seconds).sum();
             seconds * 1e6 / ops.max(1) as f64
         };
+        let host_is_known = processes.iter().any(accounting::is_host);
         Ok(BenchReport {
             workload: args.workload,
             object_size: args.object_size.0,
@@ -197,8 +192,8 @@ impl BenchReport {
             latency_us: Latency::of(all.latency()),
             by_kind,
             breakdown_us: window.and_then(|w| w.per_op(ops)),
-            host_cpu_us_per_op: cpu(&accounting::is_host),
-            node_cpu_us_per_op: cpu(&|_| true),
+            host_cpu_us_per_op: host_is_known.then(|| cpu(&accounting::is_host)),
+            node_cpu_us_per_op: are_known.then(|| cpu(&|_| true)),
             processes,
         })
     }
@@ -254,29 +249,45 @@ impl fmt::Display for BenchReport {
         if let Some(breakdown) = &self.breakdown_us {
             writeln!(f, "  latency by phase, mean µs: {breakdown}")?;
         }
+        let known = |us: Option<f64>| us.map_or("unknown".to_owned(), |us| format!("{us:.1}"));
+        let (host, node) = (known(self.host_cpu_us_per_op), known(self.node_cpu_us_per_op));
+        writeln!(f, "  CPU µs per operation: host {host}   node {node}")?;
+        if self.processes.is_empty() {
+            return Ok(());
+        }
+        let heads = ["µs/op", "user", "system", "switches/op", "polls/op", "wake-ups/op"];
+        let [cpu, user, system, switches, polls, wake_ups] = heads;
         writeln!(
             f,
-            "  CPU µs per operation: host {:.1}   node {:.1}",
-            self.host_cpu_us_per_op, self.node_cpu_us_per_op
+            "    {:<13} {cpu:>9} {user:>8} {system:>8} {switches:>12} {polls:>9} {wake_ups:>12}",
+            "process"
         )?;
-        let per_op = |seconds: f64| seconds * 1e6 / self.ops.max(1) as f64;
+        let ops = self.ops.max(1) as f64;
+        let us = |seconds: f64| format!("{:.1}", seconds * 1e6 / ops);
+        let each = |count: u64| format!("{:.2}", count as f64 / ops);
+        let or_dash = |text: Option<String>| text.unwrap_or_else(|| "-".to_owned());
         for p in &self.processes {
-            let switches = p.context_switches as f64 / self.ops.max(1) as f64;
-            let mib = p.peak_resident_bytes >> 20;
+            let (cpu, user, system) = (us(p.cpu_seconds), us(p.user_seconds), us(p.system_seconds));
+            let (switches, wake_ups, mib) =
+                (each(p.context_switches), each(p.wake_ups), p.peak_resident_bytes >> 20);
             writeln!(
                 f,
-                "    {:<11} {:>8.1} µs/op  {switches:>6.2} switches/op  peak {mib} MiB",
-                p.role,
-                per_op(p.cpu_seconds)
+                "    {:<13} {cpu:>9} {user:>8} {system:>8} {switches:>12} {:>9} {wake_ups:>12}  peak {mib} MiB",
+                p.role, "-"
             )?;
-            for (class, used) in p.by_class.iter().filter(|(_, u)| per_op(u.cpu_seconds) >= 0.05) {
-                let per_op_switches = |count: u64| format!("{:.2}", count as f64 / self.ops.max(1) as f64);
-                let switches = used.context_switches.map_or("-".to_owned(), per_op_switches);
+            for (class, used) in p.by_class.iter().filter(|(_, u)| u.cpu_seconds * 1e6 / ops >= 0.05) {
+                let (user, system) =
+                    (or_dash(used.user_seconds.map(us)), or_dash(used.system_seconds.map(us)));
+                let (switches, polls, wake_ups) = (
+                    or_dash(used.context_switches.map(each)),
+                    or_dash(used.polls.map(each)),
+                    or_dash(used.wake_ups.map(each)),
+                );
+                let cpu = us(used.cpu_seconds);
                 let estimated = if used.estimated { "  (CPU estimated)" } else { "" };
                 writeln!(
                     f,
-                    "      {class:<9} {:>8.1} µs/op  {switches:>6} switches/op{estimated}",
-                    per_op(used.cpu_seconds)
+                    "      {class:<11} {cpu:>9} {user:>8} {system:>8} {switches:>12} {polls:>9} {wake_ups:>12}{estimated}",
                 )?;
             }
         }
