@@ -18,6 +18,7 @@
 
 mod union;
 
+use std::cell::Cell;
 use std::ops::AddAssign;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -27,6 +28,11 @@ use crate::clock::Instant;
 
 tokio::task_local! {
     static CURRENT: Clock;
+}
+
+thread_local! {
+    /// Number of the last clock that this thread started.
+    static LAST: Cell<u64> = const { Cell::new(0) };
 }
 
 /// A phase of a request that the clock records. The remaining time counts as *others*.
@@ -51,6 +57,7 @@ pub struct Clock(Arc<Inner>);
 
 #[derive(Debug)]
 struct Inner {
+    number: u64,
     started: Instant,
     taken: Mutex<PhaseUnions>,
 }
@@ -104,7 +111,15 @@ impl Clock {
     /// Starts a clock for a request that arrived at `started`.
     #[must_use]
     pub fn started_at(started: Instant) -> Clock {
-        Clock(Arc::new(Inner { started, taken: Mutex::default() }))
+        let number = LAST.get().wrapping_add(1);
+        LAST.set(number);
+        Clock(Arc::new(Inner { number, started, taken: Mutex::default() }))
+    }
+
+    /// Identifies the clock among all clocks that the same thread starts.
+    #[must_use]
+    pub fn number(&self) -> u64 {
+        self.0.number
     }
 
     /// Makes this clock the [`current`] one while the returned future is polled. Tasks that the

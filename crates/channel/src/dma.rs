@@ -1,6 +1,7 @@
 //! The contract between a DMA engine and its callers.
 
 use std::ops::Range;
+use std::sync::{Arc, OnceLock};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -124,6 +125,29 @@ pub struct Chain {
     /// A number that the completion repeats. A chain without a tag has a completion only if the
     /// chain fails. That completion has tag 0.
     pub tag: Option<u64>,
+    /// Where the engine records the chain's times, also without a completion.
+    pub times: Option<Arc<ChainTimes>>,
+    /// The client's request to which the payload belongs, if it is known. An emulated device can have
+    /// a fixed cost per request.
+    pub request: Option<u64>,
+}
+
+/// When an engine performed a chain. An engine that does not know when the bytes of a chain without a
+/// completion arrive records nothing.
+#[derive(Debug, Default)]
+pub struct ChainTimes(OnceLock<(Instant, Instant)>);
+
+impl ChainTimes {
+    /// Records when the first transfer began, and when the last one ended. Later calls have no effect.
+    pub fn record(&self, started: Instant, finished: Instant) {
+        let _ = self.0.set((started, finished));
+    }
+
+    /// Returns when the first transfer began, and when the last one ended.
+    #[must_use]
+    pub fn get(&self) -> Option<(Instant, Instant)> {
+        self.0.get().copied()
+    }
 }
 
 impl Chain {
@@ -254,7 +278,8 @@ pub unsafe trait DmaEngine: Send + Sync {
     fn queue_depth(&self) -> usize;
 
     /// Fixed time that each payload chain takes, in addition to the time that depends on its
-    /// length. If this time is not zero, one long chain is faster than several short chains.
+    /// length. If this time is not zero, one long chain of several requests is faster than several
+    /// short chains.
     fn setup_cost(&self) -> Duration;
 
     /// Registers memory of this process, so that chains can use it. The contract of

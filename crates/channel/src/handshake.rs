@@ -580,7 +580,8 @@ mod tests {
         // Up to version 10, a hello had no seat.
         let (nonce, memory, outstanding) = (3u64, None::<MemoryRequest>, 1u32);
         let told = refusal(&encode(&(10u16, 10u16, nonce, memory, outstanding))).await;
-        assert!(told.contains("the store uses protocol version 11, the osd versions 10 to 10"), "{told}");
+        let expected = format!("the store uses protocol version {VERSION}, the osd versions 10 to 10");
+        assert!(told.contains(&expected), "{told}");
     }
 
     #[tokio::test]

@@ -30,8 +30,8 @@ pub mod sim;
 
 pub use control::{ControlSocket, MAX_FRAME};
 pub use dma::{
-    Bell, Chain, ChainCompletion, ChainFailure, Counters, DmaAddress, DmaEngine, DmaRegion, EnginePeer,
-    EngineTuning, Joined, OnDrop, PeerId, QueueId, RegionId, RejectedChain, Transfer, URGENT,
+    Bell, Chain, ChainCompletion, ChainFailure, ChainTimes, Counters, DmaAddress, DmaEngine, DmaRegion,
+    EnginePeer, EngineTuning, Joined, OnDrop, PeerId, QueueId, RegionId, RejectedChain, Transfer, URGENT,
 };
 pub use doorbell::{Doorbell, Ringer};
 pub use error::{ChannelError, Result};

@@ -102,7 +102,9 @@ impl Rig {
     }
 
     async fn carry_out(&self, transfer: Transfer) -> ChainCompletion {
-        self.engine.post(URGENT, Chain { transfers: vec![transfer], tag: Some(1), ring: None }).unwrap();
+        self.engine
+            .post(URGENT, Chain { transfers: vec![transfer], tag: Some(1), ring: None, ..Chain::default() })
+            .unwrap();
         self.completion().await
     }
 
@@ -252,7 +254,12 @@ async fn connections_closed_by_a_reset_are_opened_again() {
             3
         );
         for _ in 0..8 {
-            let chain = Chain { transfers: vec![rig.to_peer(&region, 1 << 20)], tag: Some(1), ring: None };
+            let chain = Chain {
+                transfers: vec![rig.to_peer(&region, 1 << 20)],
+                tag: Some(1),
+                ring: None,
+                ..Chain::default()
+            };
             rig.engine.post(1, chain).unwrap();
         }
         rig.engine.reset();
@@ -339,7 +346,12 @@ async fn no_transfer_arrives_after_its_grant_was_revoked() {
     // Revoke the grant when many transfers are in progress and the first byte has arrived.
     const CHAINS: usize = 100;
     for _ in 0..CHAINS {
-        let chain = Chain { transfers: vec![rig.to_peer(&region, 1 << 20)], tag: Some(1), ring: None };
+        let chain = Chain {
+            transfers: vec![rig.to_peer(&region, 1 << 20)],
+            tag: Some(1),
+            ring: None,
+            ..Chain::default()
+        };
         rig.engine.post(1, chain).unwrap();
     }
     let other = host.grant(&all_of(&Arena::shared("other", LEN).unwrap())).unwrap();
@@ -403,7 +415,8 @@ async fn injected_faults_have_their_documented_effects() {
 
     arm("dma.doorbell=drop,count=1");
     for count in [64, 128] {
-        let chain = Chain { ring: Some((peer.id, count)), tag: Some(2), transfers: Vec::new() };
+        let chain =
+            Chain { ring: Some((peer.id, count)), tag: Some(2), transfers: Vec::new(), ..Chain::default() };
         rig.engine.post(URGENT, chain).unwrap();
     }
     let bell = Doorbell::new(rig.grant.host_doorbell.try_clone().unwrap()).unwrap();

@@ -5,14 +5,15 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
+use base::clock::Instant;
 use base::fault::{Faults, Site};
 use base::mem::{Arena, OutsideAccess};
 use outboard_channel::conformance::{self, JoinedEngine};
 use outboard_channel::ofi::OfiOffer;
 use outboard_channel::{
-    Bell, Chain, ChainCompletion, ChannelError, DmaAddress, DmaEngine, DmaRegion, Doorbell, EnginePeer,
-    EngineTuning, MemoryAccess, MemoryFds, Profile, RejectedChain, Ringer, ShmEngine, ShmOptions, Transfer,
-    URGENT,
+    Bell, Chain, ChainCompletion, ChainTimes, ChannelError, DmaAddress, DmaEngine, DmaRegion, Doorbell,
+    EnginePeer, EngineTuning, MemoryAccess, MemoryFds, Profile, RejectedChain, Ringer, ShmEngine, ShmOptions,
+    Transfer, URGENT,
 };
 
 /// The queue on which the tests post payload.
@@ -79,7 +80,7 @@ impl Rig {
 }
 
 fn tagged(transfers: Vec<Transfer>, tag: u64) -> Chain {
-    Chain { transfers, tag: Some(tag), ring: None }
+    Chain { transfers, tag: Some(tag), ring: None, ..Chain::default() }
 }
 
 #[tokio::test]
@@ -236,6 +237,39 @@ async fn the_paced_profile_runs_payload_chains_one_at_a_time() {
     }
     assert!(done[1].started >= done[0].finished, "the second chain starts after the first has completed");
     assert!(rig.engine.setup_cost() > Duration::ZERO);
+}
+
+#[tokio::test]
+async fn the_serial_profile_takes_the_fixed_time_once_per_request() {
+    let rig = rig_with(ShmOptions { profile: Profile::Bf3Serial, ..ShmOptions::default() }).await;
+    let of_request = |tag, request| Chain { request, ..tagged(vec![rig.to_peer(0, 1_000_000)], tag) };
+    for (tag, request) in [(1, Some(7)), (2, Some(7)), (3, Some(8)), (4, None), (5, None)] {
+        rig.engine.post(BULK, of_request(tag, request)).unwrap();
+    }
+    let done = rig.completions(5).await;
+    let (fixed, by_length) = (Duration::from_micros(2400), Duration::from_micros(380));
+    for completion in done {
+        let took = completion.finished - completion.started;
+        match completion.tag {
+            // A later segment of the same request.
+            2 => assert!((by_length..fixed).contains(&took), "{completion:?}"),
+            _ => assert!(took >= fixed + by_length, "{completion:?}"),
+        }
+    }
+    assert_eq!(rig.engine.setup_cost(), Duration::ZERO, "a longer chain saves nothing");
+}
+
+#[tokio::test]
+async fn the_times_of_a_chain_are_known_without_a_completion() {
+    let rig = rig_with(ShmOptions::default()).await;
+    let (times, posted) = (Arc::new(ChainTimes::default()), Instant::now());
+    let untagged =
+        Chain { transfers: vec![rig.to_peer(0, 4096)], times: Some(Arc::clone(&times)), ..Chain::default() };
+    rig.engine.post(URGENT, untagged).unwrap();
+    rig.engine.post(URGENT, tagged(vec![rig.to_peer(0, 64)], 1)).unwrap();
+    let completion = rig.completions(1).await.remove(0);
+    let (started, finished) = times.get().unwrap();
+    assert!(posted <= started && started <= finished && finished <= completion.finished);
 }
 
 #[tokio::test]

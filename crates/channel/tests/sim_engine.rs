@@ -64,7 +64,7 @@ impl Rig {
 
     fn post(&self, transfers: Vec<Transfer>, tag: u64) {
         let ring = Some((self.peer.id, 64));
-        self.engine.post(BULK, Chain { transfers, tag: Some(tag), ring }).unwrap();
+        self.engine.post(BULK, Chain { transfers, tag: Some(tag), ring, ..Chain::default() }).unwrap();
     }
 
     async fn completions(&self, count: usize) -> Vec<ChainCompletion> {
@@ -280,6 +280,7 @@ fn a_seed_repeats_all_operations_with_their_times() {
                     transfers: vec![rig.send(0, 4096), rig.send(8192, 100_000)],
                     tag: Some(tag),
                     ring: Some((rig.peer.id, 64)),
+                    ..Chain::default()
                 };
                 rig.engine.post(tag as usize % rig.engine.queues(), chain).unwrap();
                 tokio::time::sleep(Duration::from_millis(tag % 7)).await;

@@ -133,7 +133,8 @@ pub struct ChannelSection {
     pub ofi_listen: SocketAddr,
     /// Speed of the emulated engine. "memcpy": as fast as memory can be copied. "bf3-paper": as
     /// slow as the BlueField-3 that the authors of DoCeph measured: each payload chain takes 2.4 ms
-    /// plus 0.38 ms per MB, one chain at a time.
+    /// plus 0.38 ms per MB, one chain at a time. "bf3-serial": each request takes this time, even if
+    /// several requests are in flight.
     #[config(default = "memcpy")]
     pub profile: EngineProfile,
     /// Maximum length of a DMA transfer: 4KiB to 2MiB, a multiple of 4KiB. The engine's own limit
@@ -226,6 +227,8 @@ pub enum EngineProfile {
     Memcpy,
     /// As slow as the BlueField-3 that the authors of DoCeph measured.
     Bf3Paper,
+    /// As slow as `Bf3Paper`, but requests that share a chain do not share its fixed time.
+    Bf3Serial,
 }
 
 /// Configuration keys of section `debug`.

@@ -186,6 +186,7 @@ fn start_engine(
             let profile = match channel.profile {
                 config::EngineProfile::Memcpy => Profile::Memcpy,
                 config::EngineProfile::Bf3Paper => Profile::Bf3Paper,
+                config::EngineProfile::Bf3Serial => Profile::Bf3Serial,
             };
             Ok(ShmEngine::start(ShmOptions {
                 profile,

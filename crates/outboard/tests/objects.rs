@@ -293,6 +293,7 @@ fn bench_prints_the_json_fields_that_scripts_use() {
         }
         assert!(class("msgr")["context_switches"].is_null(), "context switches cannot be divided: {out}");
         assert_breakdown_adds_up(&out);
+        assert!(out["breakdown_us"]["dma"].as_f64().unwrap() > 0.0, "ring entries count as DMA: {out}");
     }
 }
 

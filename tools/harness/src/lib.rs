@@ -13,6 +13,7 @@ pub mod ceiling;
 pub mod cleaner;
 pub mod compare;
 pub mod evaluation;
+pub mod machines;
 pub mod node;
 pub mod redundancy;
 pub mod report;

@@ -40,6 +40,10 @@ pub struct Node {
     program: PathBuf,
     dir: PathBuf,
     environment: Vec<(String, String)>,
+    /// The beginning of the command line of each command, which runs the command elsewhere.
+    within: Vec<String>,
+    /// Address to which the node listens.
+    listen: String,
 }
 
 /// The fields of `outboard status --json` that the harness uses.
@@ -47,6 +51,9 @@ pub struct Node {
 pub struct StatusOutput {
     /// Every process of the node.
     pub processes: Vec<NodeProcess>,
+    /// Address for clients, or `None` while the node is down.
+    #[serde(default)]
+    pub endpoint: Option<String>,
 }
 
 /// One process of a node.
@@ -112,6 +119,15 @@ pub struct ProcessUse {
     pub role: String,
     /// User and system time, in seconds.
     pub cpu_seconds: f64,
+    /// User time, in seconds.
+    #[serde(default)]
+    pub user_seconds: f64,
+    /// System time, in seconds.
+    #[serde(default)]
+    pub system_seconds: f64,
+    /// How often a thread slept and was woken.
+    #[serde(default)]
+    pub wake_ups: f64,
     /// Maximum resident memory since the start of the process, in bytes.
     #[serde(default)]
     pub peak_resident_bytes: u64,
@@ -129,6 +145,13 @@ pub struct ClassUsage {
     /// thread with another class.
     #[serde(default)]
     pub context_switches: f64,
+    /// How often tasks of the class were polled; 0 if the threads do not count it.
+    #[serde(default)]
+    pub polls: f64,
+    /// How often a task of the class was the first to run after its thread had waited; 0 if the threads
+    /// do not count it.
+    #[serde(default)]
+    pub wake_ups: f64,
 }
 
 /// The mean time of an operation in µs, divided into the phases of table 3 of the DoCeph paper. The
@@ -205,13 +228,27 @@ impl Node {
     /// Creates a node in `dir` that runs the given `outboard` program.
     #[must_use]
     pub fn of_program(program: &Path, dir: &Path) -> Node {
-        Node { program: program.to_owned(), dir: dir.to_owned(), environment: Vec::new() }
+        Node {
+            program: program.to_owned(),
+            dir: dir.to_owned(),
+            environment: Vec::new(),
+            within: Vec::new(),
+            listen: "127.0.0.1:0".to_owned(),
+        }
     }
 
     /// Sets an environment variable for all commands on this node.
     #[must_use]
     pub fn with_env(mut self, key: &str, value: &str) -> Node {
         self.environment.push((key.to_owned(), value.to_owned()));
+        self
+    }
+
+    /// Runs all commands with this beginning of the command line, for example in a network namespace.
+    /// The node listens to this IP address.
+    #[must_use]
+    pub fn within(mut self, command: Vec<String>, address: &str) -> Node {
+        (self.within, self.listen) = (command, format!("{address}:0"));
         self
     }
 
@@ -224,7 +261,14 @@ impl Node {
     /// Returns a command of `outboard` on this node, for the caller to start.
     #[must_use]
     pub fn command(&self, args: &[&str]) -> Command {
-        let mut command = Command::new(&self.program);
+        let mut command = match &self.within[..] {
+            [] => Command::new(&self.program),
+            [first, rest @ ..] => {
+                let mut command = Command::new(first);
+                command.args(rest).arg(&self.program);
+                command
+            }
+        };
         command.args(args).env("OUTBOARD_DIR", &self.dir).env_remove("OUTBOARD_ENDPOINT");
         command.envs(self.environment.iter().map(|(k, v)| (k, v)));
         command
@@ -276,7 +320,7 @@ impl Node {
     /// # Errors
     /// If the node does not start.
     pub fn up(&self, placement: NodePlacement, targets: u32, target_size: &str) -> Result<()> {
-        self.run(&up_args(placement, &targets.to_string(), target_size))
+        self.run(&up_args(&self.listen, placement, &targets.to_string(), target_size))
     }
 
     /// Starts the node and prints nothing.
@@ -284,7 +328,7 @@ impl Node {
     /// # Errors
     /// If the node does not start.
     pub fn up_quietly(&self, placement: NodePlacement, targets: u32, target_size: &str) -> Result<()> {
-        self.run_quietly(&up_args(placement, &targets.to_string(), target_size))
+        self.run_quietly(&up_args(&self.listen, placement, &targets.to_string(), target_size))
     }
 
     /// Stops the node.
@@ -383,6 +427,29 @@ impl Node {
         self.json(&bench_args(pool, workload, more).iter().map(String::as_str).collect::<Vec<_>>())
     }
 
+    /// Like [`Node::bench_with`], but the program runs with another beginning of the command line, for
+    /// example in the network namespace of a client, and finds the node by its address `endpoint`.
+    ///
+    /// # Errors
+    /// If the command fails.
+    pub fn bench_from(
+        &self,
+        within: &[String],
+        endpoint: &str,
+        pool: &str,
+        workload: BenchSpec<'_>,
+        more: &[&str],
+    ) -> Result<BenchResult> {
+        let [first, rest @ ..] = within else { return Err("no command was given".into()) };
+        let args = bench_args(pool, workload, more);
+        let args: Vec<&str> =
+            ["--endpoint", endpoint].into_iter().chain(args.iter().map(String::as_str)).collect();
+        let mut command = Command::new(first);
+        command.args(rest).arg(&self.program).args(&args);
+        command.envs(self.environment.iter().map(|(k, v)| (k, v)));
+        parsed(&args, &command.stderr(Stdio::inherit()).output()?)
+    }
+
     /// Like [`Node::bench_with`]. Calls `started` on another thread when the objects are prepared and
     /// the measurement starts.
     ///
@@ -438,12 +505,17 @@ fn bench_args(pool: &str, workload: BenchSpec<'_>, more: &[&str]) -> Vec<String>
     [&args[..], &timing, more].concat().into_iter().map(str::to_owned).collect()
 }
 
-fn up_args<'a>(placement: NodePlacement, targets: &'a str, target_size: &'a str) -> [&'a str; 10] {
+fn up_args<'a>(
+    listen: &'a str,
+    placement: NodePlacement,
+    targets: &'a str,
+    target_size: &'a str,
+) -> [&'a str; 10] {
     [
         "up",
         "--detach",
         "--listen",
-        "127.0.0.1:0",
+        listen,
         "--placement",
         placement.name(),
         "--targets",

@@ -156,7 +156,7 @@ impl EngineRig {
     }
 
     fn post(&self, queue: usize, transfer: Transfer) -> Result<()> {
-        let chain = Chain { transfers: vec![transfer], ring: None, tag: Some(1) };
+        let chain = Chain { transfers: vec![transfer], ring: None, tag: Some(1), ..Chain::default() };
         self.engine.post(queue, chain).map_err(|e| Failure::new(DOING, format!("{e:?}")))
     }
 
@@ -177,7 +177,7 @@ impl EngineRig {
             let chain = Chain {
                 transfers: vec![self.transfer(true, 0, 64)],
                 ring: Some((self.peer.id, 64)),
-                tag: None,
+                ..Chain::default()
             };
             self.engine.post(URGENT, chain).map_err(|e| Failure::new(DOING, format!("{e:?}")))?;
             poll_fn(|cx| self.host_doorbell.poll_wait(cx)).await.doing(DOING)?;

@@ -1,5 +1,6 @@
 //! The loop of the emulated device's thread.
 
+use std::collections::VecDeque;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -10,7 +11,7 @@ use base::collections::HashMap;
 use base::fault::{Action, Faults, Site};
 use base::mem::{Arena, DeviceMemory};
 
-use super::{QUEUE_DEPTH, QUEUES, Shared, ShmCommand, ShmItem};
+use super::{Profile, QUEUE_DEPTH, QUEUES, Shared, ShmCommand, ShmItem};
 use crate::dma::{ChainFailure, PeerId, URGENT};
 use crate::{Chain, ChainCompletion, ChannelError, Doorbell, RegionId, Result, Transfer};
 
@@ -26,6 +27,9 @@ const URGENT_RUN: usize = 32;
 const SPIN_CREDIT_MAX: u32 = 8;
 /// While polling is stopped, the thread still polls before one of every this many sleeps.
 const SPIN_RETRY: u32 = 32;
+/// Number of requests that the device remembers. It exceeds the number of requests whose payload is in
+/// transfer at a time.
+const REQUESTS: usize = 256;
 
 /// A chain that is in progress.
 struct CopyingChain {
@@ -52,6 +56,8 @@ enum PollOutcome {
 pub(super) struct ShmDevice {
     shared: Arc<Shared>,
     pace: Option<(Duration, Duration)>,
+    /// The latest requests whose fixed time has passed, if the fixed time belongs to requests.
+    set_up: Option<VecDeque<u64>>,
     faults: Faults,
     regions: HashMap<RegionId, DeviceMemory>,
     peers: HashMap<PeerId, (Arc<Arena>, OwnedFd)>,
@@ -78,10 +84,11 @@ pub(super) struct ShmDevice {
 }
 
 impl ShmDevice {
-    pub(super) fn new(shared: Arc<Shared>, pace: Option<(Duration, Duration)>, faults: Faults) -> ShmDevice {
+    pub(super) fn new(shared: Arc<Shared>, profile: Profile, faults: Faults) -> ShmDevice {
         ShmDevice {
             shared,
-            pace,
+            pace: profile.pace(),
+            set_up: (profile == Profile::Bf3Serial).then(VecDeque::new),
             faults,
             regions: HashMap::default(),
             peers: HashMap::default(),
@@ -308,6 +315,7 @@ impl ShmDevice {
         match self.pace {
             Some((setup, per_1000_bytes)) if is_payload(&work.chain) => {
                 let bytes = u32::try_from(work.chain.len()).unwrap_or(u32::MAX);
+                let setup = if self.is_set_up(work.chain.request) { Duration::ZERO } else { setup };
                 let until = started + setup + per_1000_bytes * bytes / 1000;
                 self.paced = Some((queue, work, until));
             }
@@ -347,6 +355,19 @@ impl ShmDevice {
         Ok(true)
     }
 
+    /// Whether the fixed time of this request has passed. From now on, it has.
+    fn is_set_up(&mut self, request: Option<u64>) -> bool {
+        let (Some(set_up), Some(request)) = (&mut self.set_up, request) else { return false };
+        if set_up.contains(&request) {
+            return true;
+        }
+        if set_up.len() == REQUESTS {
+            set_up.pop_front();
+        }
+        set_up.push_back(request);
+        false
+    }
+
     fn finish(
         &mut self,
         queue: usize,
@@ -355,6 +376,9 @@ impl ShmDevice {
         finished: Instant,
     ) {
         let CopyingChain { chain, started, .. } = work;
+        if let (Some(times), Ok(())) = (&chain.times, &result) {
+            times.record(started.unwrap_or(finished), finished);
+        }
         match &result {
             Ok(()) => {
                 if let Some((peer, count)) = chain.ring {

@@ -56,6 +56,11 @@ pub enum Profile {
     /// figure below 1 MB. Ring entries therefore run at full speed; they correspond to the messages
     /// that DoCeph sends over DOCA's communication channel.
     Bf3Paper,
+    /// The same speed, but the fixed time belongs to each request instead of each chain. Requests
+    /// that share a chain therefore save nothing, and each segment of a request after the first one
+    /// takes only the time that depends on its length. Work without a client's request, such as a
+    /// rebuild, has the fixed time in each chain.
+    Bf3Serial,
 }
 
 impl Profile {
@@ -65,15 +70,18 @@ impl Profile {
         match self {
             Profile::Memcpy => "memcpy",
             Profile::Bf3Paper => "bf3-paper",
+            Profile::Bf3Serial => "bf3-serial",
         }
     }
 
-    /// The fixed time of a payload chain, and the time per 1000 bytes. `None` means that the device
+    /// The fixed time of a payload chain or request, and the time per 1000 bytes. `None` means that the device
     /// adds no delay.
     fn pace(self) -> Option<(Duration, Duration)> {
         match self {
             Profile::Memcpy => None,
-            Profile::Bf3Paper => Some((Duration::from_micros(2400), Duration::from_nanos(380))),
+            Profile::Bf3Paper | Profile::Bf3Serial => {
+                Some((Duration::from_micros(2400), Duration::from_nanos(380)))
+            }
         }
     }
 }
@@ -179,7 +187,7 @@ impl ShmEngine {
             doorbells: AtomicU64::new(0),
             failed: AtomicU64::new(0),
         });
-        let device = ShmDevice::new(Arc::clone(&shared), options.profile.pace(), options.faults);
+        let device = ShmDevice::new(Arc::clone(&shared), options.profile, options.faults);
         let thread = spawn(ThreadClass::Dma, &options.number.to_string(), move || device.run())?;
         let _ = shared.worker.set(thread.thread().clone());
         shared.wake_worker();
@@ -277,7 +285,10 @@ unsafe impl DmaEngine for ShmEngine {
     }
 
     fn setup_cost(&self) -> Duration {
-        self.profile.pace().map_or(Duration::ZERO, |(setup, _)| setup)
+        match (self.profile, self.profile.pace()) {
+            (Profile::Bf3Paper, Some((setup, _))) => setup,
+            _ => Duration::ZERO,
+        }
     }
 
     fn register_local(&self, memory: &OutsideAccess) -> Result<DmaRegion> {

@@ -401,6 +401,9 @@ impl SimDevice {
 
     fn finish(&mut self, queue: QueueId, head: RunningChain, result: Result<(), ChainFailure>, at: Instant) {
         let RunningChain { chain, started, .. } = head;
+        if let (Some(times), Ok(())) = (&chain.times, &result) {
+            times.record(started, at);
+        }
         let tag = chain.tag.unwrap_or(0);
         self.trace.add("end of a chain", &[queue as u64, tag, result.is_err().into()]);
         match (&result, chain.ring) {

@@ -128,6 +128,10 @@ impl Dma {
             });
             chain.transfers.extend(wish.transfers);
         }
+        chain.request = match &parts[..] {
+            [PostedCargo { clock, .. }] => clock.as_ref().map(Clock::number),
+            _ => None,
+        };
         self.posted.insert(tag, PostedChain { parts, at: Instant::now() });
         ring.post(queue, chain);
     }

@@ -11,7 +11,7 @@ use futures::future::BoxFuture;
 use tokio::time::Sleep;
 
 use super::job::Route;
-use super::replies::Leftovers;
+use super::replies::{Leftovers, ReplyTimes};
 use super::ring_side::FETCH;
 use super::{State, StoreChannel};
 use crate::messages::NO_REPLY;
@@ -221,7 +221,7 @@ impl ChannelDriver {
                     state.dma_failed("the host found an invalid entry in its ring");
                     return Ok(());
                 }
-                state.reply(frame, Route::Socket)
+                state.reply(frame, Route::Socket, None)
             })?;
             progress = true;
         }
@@ -289,7 +289,8 @@ impl State {
             self.dma_failed(&failed.to_string());
             return Ok(());
         }
-        let mut available = self.replies.end_fetch();
+        let (mut available, since) = self.replies.end_fetch();
+        let fetched = ReplyTimes { since, started: completion.started, finished: completion.finished };
         // If DMA fails during the loop, the remaining replies arrive over the control socket.
         while available > 0 && self.is_open() {
             let Some(ring) = &mut self.ring else { break };
@@ -303,7 +304,7 @@ impl State {
                 }
             };
             available -= footprint;
-            self.reply(frame, Route::Ring)?;
+            self.reply(frame, Route::Ring, Some(&fetched))?;
         }
         if self.is_open() {
             self.fetch();

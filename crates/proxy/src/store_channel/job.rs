@@ -1,12 +1,14 @@
 //! A job: one call that was not sent yet, with its payload and its prerequisites.
 
+use std::sync::Arc;
+
 use base::block::{BLOCK, Payload, crc32c, verify_pieces};
 use base::clock::Instant;
 use base::mem::ArenaBuf;
-use base::phases::{self, Clock};
+use base::phases::{self, Clock, Phase};
 use base::pool::MIN_BUFFER;
 use bytes::Bytes;
-use channel::{EntryHeader, EntryKind, REFUSE, VERIFY};
+use channel::{ChainTimes, EntryHeader, EntryKind, REFUSE, VERIFY};
 use store::stripes::{Coded, FragmentBytes};
 use store::{CollectionId, ObjectId, StageId, StoreError};
 
@@ -181,6 +183,8 @@ pub(super) struct Job {
     /// When the call was made. `clock` measures the client's request that the call belongs to.
     since: Instant,
     clock: Option<Clock>,
+    /// When DMA moved the entry of the request into the inbound ring.
+    entry_times: Option<Arc<ChainTimes>>,
 }
 
 /// The parts of an answered job.
@@ -250,6 +254,7 @@ impl Job {
             kind,
             since: Instant::now(),
             clock: phases::current(),
+            entry_times: None,
         }
     }
 
@@ -415,6 +420,23 @@ impl Job {
 
     pub(super) fn clock(&self) -> Option<&Clock> {
         self.clock.as_ref()
+    }
+
+    /// Returns where the engine records when it moves the entry of the request; `None` if the times
+    /// are not needed.
+    pub(super) fn time_entry(&mut self) -> Option<Arc<ChainTimes>> {
+        self.entry_times = self.clock.as_ref().map(|_| Arc::default());
+        self.entry_times.clone()
+    }
+
+    /// Records how long the request's entry waited for DMA, and how long DMA moved it, if the engine
+    /// has recorded it.
+    pub(super) fn book_entry(&self) {
+        let times = self.entry_times.as_ref().and_then(|times| times.get());
+        if let (Some(clock), Some((started, finished))) = (&self.clock, times) {
+            clock.record(Phase::DmaWait, self.since, started);
+            clock.record(Phase::Dma, started, finished);
+        }
     }
 
     pub(super) fn reply_max(&self) -> usize {

@@ -295,7 +295,10 @@ impl State {
     fn post_probe(&mut self, transfer: Transfer, rings: bool) {
         let Some(ring) = &mut self.ring else { return };
         let bell = ring.peer().filter(|_| rings).map(|peer| (peer, CELL as u64));
-        ring.post(URGENT, Chain { transfers: vec![transfer], ring: bell, tag: Some(PROBE_TAG) });
+        ring.post(
+            URGENT,
+            Chain { transfers: vec![transfer], ring: bell, tag: Some(PROBE_TAG), ..Chain::default() },
+        );
     }
 
     fn step(&mut self, to: ProbeStep) {

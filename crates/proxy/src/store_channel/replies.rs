@@ -30,9 +30,22 @@ struct DoneRead {
     clock: Option<Clock>,
 }
 
+/// When DMA moved a reply: when the fetch was requested, when its first transfer began, and when the
+/// last one ended.
+pub(super) struct ReplyTimes {
+    pub(super) since: Instant,
+    pub(super) started: Instant,
+    pub(super) finished: Instant,
+}
+
 impl State {
-    /// Handles a reply that arrived on `route`.
-    pub(super) fn reply(&mut self, frame: ChannelEntry, route: Route) -> Result<(), ChannelError> {
+    /// Handles a reply that arrived on `route`. `fetched` states when DMA moved it.
+    pub(super) fn reply(
+        &mut self,
+        frame: ChannelEntry,
+        route: Route,
+        fetched: Option<&ReplyTimes>,
+    ) -> Result<(), ChannelError> {
         let id = frame.header.id;
         let mut outcome = decode::<CallOutcome>(&frame.control).and_then(|(outcome, _)| outcome);
         if let Ok(CallAnswer::Coded(took)) = outcome {
@@ -64,7 +77,10 @@ impl State {
         if let Some(kind) = job.channel_kind() {
             return self.channel_answered(kind, frame);
         }
-        book_host_time(job.clock(), frame.header.elapsed_us);
+        job.book_entry();
+        if let Some(clock) = job.clock() {
+            book_answer(clock, frame.header.elapsed_us, fetched);
+        }
         if outcome == Ok(CallAnswer::Damaged) {
             if !job.is_exposed_to_dma(was_on_ring) {
                 let what = format!("it found damage in the payload of request {id}, which DMA did not carry");
@@ -268,12 +284,16 @@ impl State {
     }
 }
 
-/// Records how long the host worked on a request that was just answered.
-fn book_host_time(clock: Option<&Clock>, elapsed_us: u32) {
-    let Some(clock) = clock else { return };
-    let now = Instant::now();
-    if let Some(from) = now.checked_sub(Duration::from_micros(elapsed_us.into())) {
-        clock.record(Phase::Host, from, now);
+/// Records how long the host worked on a request that was just answered, and how long DMA moved the
+/// reply.
+fn book_answer(clock: &Clock, elapsed_us: u32, fetched: Option<&ReplyTimes>) {
+    let answered = fetched.map_or_else(Instant::now, |fetched| fetched.since);
+    if let Some(from) = answered.checked_sub(Duration::from_micros(elapsed_us.into())) {
+        clock.record(Phase::Host, from, answered);
+    }
+    if let Some(ReplyTimes { since, started, finished }) = fetched {
+        clock.record(Phase::DmaWait, *since, *started);
+        clock.record(Phase::Dma, *started, *finished);
     }
 }
 

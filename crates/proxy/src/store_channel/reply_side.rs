@@ -60,9 +60,10 @@ impl ReplySide {
         Some(len)
     }
 
-    /// Ends the running fetch, and returns its length in bytes.
-    pub(super) fn end_fetch(&mut self) -> usize {
-        self.fetch.take().expect("only a running fetch can end").len
+    /// Ends the running fetch. Returns its length in bytes, and when it began.
+    pub(super) fn end_fetch(&mut self) -> (usize, Instant) {
+        let ReplyFetch { len, since } = self.fetch.take().expect("only a running fetch can end");
+        (len, since)
     }
 
     /// Whether the running fetch was started before `then`.
@@ -138,9 +139,9 @@ mod tests {
         replies.announce(BYTES, OUTBOX).unwrap();
         assert_eq!((replies.begin_fetch(now), replies.known_bytes()), (None, 4 * CELL));
         assert!(!replies.is_overdue(now) && replies.is_overdue(now + Duration::from_secs(1)));
-        assert_eq!(replies.end_fetch(), 2 * CELL);
+        assert_eq!(replies.end_fetch(), (2 * CELL, now));
         assert_eq!(replies.begin_fetch(now), Some(2 * CELL));
-        assert_eq!(replies.end_fetch(), 2 * CELL);
+        assert_eq!(replies.end_fetch(), (2 * CELL, now));
         assert_eq!((replies.begin_fetch(now), replies.known_bytes()), (None, 0));
     }
 

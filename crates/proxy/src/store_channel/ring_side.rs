@@ -129,10 +129,10 @@ impl RingSide {
 
     /// Sends a request. A short payload travels with the request; a longer payload is already in
     /// its range. Returns the position in the ring at which the entry ends.
-    pub(super) fn send(&mut self, header: EntryHeader, control: &[u8], job: &Job) -> u64 {
+    pub(super) fn send(&mut self, header: EntryHeader, control: &[u8], job: &mut Job) -> u64 {
         let reply_max = header.reply_max as usize;
         assert!(self.has_credit() && self.has_room_for_reply(reply_max), "the rings have no room");
-        let mut chain = Chain::default();
+        let mut chain = Chain { times: job.time_entry(), ..Chain::default() };
         if let Some((range, window)) = job.in_window() {
             chain.transfers = self.upload_transfers(job.upload(), range, window);
         }

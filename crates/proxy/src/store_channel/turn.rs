@@ -132,7 +132,7 @@ impl State {
         let header = job.header(id);
         let mut ring_end = 0;
         match (job.route(), &mut self.ring) {
-            (Route::Ring, Some(ring)) => ring_end = ring.send(header, &control, &job),
+            (Route::Ring, Some(ring)) => ring_end = ring.send(header, &control, &mut job),
             (Route::Ring, None) => panic!("a job on the ring has a ring"),
             (Route::Socket, Some(_)) if job.is_put() => {
                 self.put_rest(&job);

@@ -62,6 +62,9 @@ impl<'a> Campaign<'a> {
             PlanStep::Run(Case { ablation: Some(option), .. }) => {
                 return self.subjects.ablations.retain(|a| a.option != *option);
             }
+            PlanStep::Run(Case { link: Some(_), config, .. }) => {
+                return self.subjects.linked.retain(|c| c != config);
+            }
             PlanStep::Run(Case { network: Some(_), in_flight, .. }) => {
                 return self.subjects.in_flight_sweep.retain(|n| n != in_flight);
             }
@@ -81,9 +84,9 @@ impl<'a> Campaign<'a> {
         match step {
             PlanStep::Drive { size } => self.drive(round, *size),
             PlanStep::Modes { config: TestedSystem::Ceph, size } => self.ceph_modes(round, *size),
-            PlanStep::Modes { config, size } => AccessMode::ALL
-                .into_iter()
-                .try_for_each(|mode| self.run(round, Case::new(*config, mode, *size))),
+            PlanStep::Modes { config, size } => {
+                config.modes().iter().try_for_each(|mode| self.run(round, Case::new(*config, *mode, *size)))
+            }
             PlanStep::Run(case) => self.run(round, case.clone()),
             PlanStep::CephLargeSet => self.ceph_large_set(round),
             PlanStep::Machine => self.machine(round),

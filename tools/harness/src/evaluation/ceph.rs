@@ -170,6 +170,9 @@ impl Cluster {
             host_cpu_us_per_op: per_op(osd),
             node_cpu_us_per_op: per_op(osd + client),
             client_cpu_us_per_op: per_op(client),
+            user_us_per_op: 0.0,
+            system_us_per_op: 0.0,
+            wake_ups_per_op: 0.0,
             parts: sum_parts(
                 now.since(&threads).map(|(name, used)| (Subsystem::of_ceph_thread(name), used)),
                 ops,

@@ -2,7 +2,9 @@
 
 use super::order::turns;
 use super::settings::EvaluationSettings;
-use super::workload::{ABLATIONS, Ablation, AccessMode, Case, IN_FLIGHT_SWEEP, MIB, Network, TestedSystem};
+use super::workload::{
+    ABLATIONS, Ablation, AccessMode, Case, IN_FLIGHT_SWEEP, Link, MIB, Network, TestedSystem,
+};
 
 /// A step of a round.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -38,11 +40,16 @@ pub const SHRINK_SECONDS: u32 = 6;
 /// Approximate time, in s, to remove Ceph's objects and to wait until the OSD is quiet.
 const CLEAN_SECONDS: f64 = 2.5;
 
+/// The systems that are measured over links between network namespaces.
+pub const LINKED: [TestedSystem; 2] = [TestedSystem::Host, TestedSystem::DpuMemcpy];
+
 /// The systems and options to measure.
 #[derive(Debug, Clone)]
 pub struct Subjects {
     /// The systems that are running.
     pub configs: Vec<TestedSystem>,
+    /// The systems that run in a network namespace of their own.
+    pub linked: Vec<TestedSystem>,
     /// Parts of the design that can be switched off.
     pub ablations: Vec<Ablation>,
     /// Numbers of requests in flight for the comparison of network stacks; empty if there is only
@@ -54,9 +61,20 @@ impl Subjects {
     /// Returns all systems and options that a report can have.
     #[must_use]
     pub fn all() -> Subjects {
-        let configs =
-            vec![TestedSystem::Host, TestedSystem::DpuMemcpy, TestedSystem::DpuBf3, TestedSystem::Ceph];
-        Subjects { configs, ablations: ABLATIONS.to_vec(), in_flight_sweep: IN_FLIGHT_SWEEP.to_vec() }
+        let configs = vec![
+            TestedSystem::Host,
+            TestedSystem::DpuMemcpy,
+            TestedSystem::DpuBf3,
+            TestedSystem::DpuBf3Serial,
+            TestedSystem::DpuOfi,
+            TestedSystem::Ceph,
+        ];
+        Subjects {
+            configs,
+            linked: LINKED.to_vec(),
+            ablations: ABLATIONS.to_vec(),
+            in_flight_sweep: IN_FLIGHT_SWEEP.to_vec(),
+        }
     }
 
     /// Returns the system for ablations. The preferred system is the one whose DMA is as slow as on
@@ -94,7 +112,7 @@ fn steps(settings: &EvaluationSettings, subjects: &Subjects, first: u32) -> impl
 pub fn setup_seconds(settings: &EvaluationSettings, subjects: &Subjects) -> f64 {
     let ceph = subjects.configs.contains(&TestedSystem::Ceph);
     let nodes = subjects.configs.iter().filter(|c| **c != TestedSystem::Ceph).count() as f64;
-    let files = nodes * settings.target_gib() as f64 + if ceph { settings.ceph_gib().0 as f64 } else { 0.0 };
+    let files = settings.all_targets_gib() as f64 + if ceph { settings.ceph_gib().0 as f64 } else { 0.0 };
     // Assumes 10,000 objects per second on each of two nodes, one after the other, and 4,000 on
     // Ceph.
     let large = settings.large_set().map_or(0.0, |objects| {
@@ -137,6 +155,7 @@ pub fn round(settings: &EvaluationSettings, subjects: &Subjects, round: u32) -> 
             steps.extend(turns(&[ablated.control(), ablated], turn + i).into_iter().map(PlanStep::Run));
         }
         steps.extend(networks(subjects, turn).into_iter().map(PlanStep::Run));
+        steps.extend(links(subjects, turn).into_iter().map(PlanStep::Run));
     }
     steps.extend([PlanStep::Machine, PlanStep::Idle]);
     steps
@@ -154,6 +173,17 @@ fn networks(subjects: &Subjects, turn: usize) -> Vec<Case> {
     depths.flat_map(|(i, in_flight)| turns(&pair(*in_flight), turn / 2 + i)).collect()
 }
 
+/// Returns the runs over links between network namespaces, in every other round.
+fn links(subjects: &Subjects, turn: usize) -> Vec<Case> {
+    if turn % 2 == 1 {
+        return Vec::new();
+    }
+    let of = |link: Link| {
+        turns(&subjects.linked, turn / 2).into_iter().map(move |config| Case::across(config, link))
+    };
+    turns(&Link::ALL, turn / 2).into_iter().flat_map(of).collect()
+}
+
 impl PlanStep {
     /// Estimates the duration in s, from measurements on a machine with two CPUs and other load.
     #[must_use]
@@ -169,7 +199,7 @@ impl PlanStep {
                 AccessMode::ALL.map(run).iter().sum::<f64>() + CLEAN_SECONDS
             }
             PlanStep::Modes { config, size } => {
-                AccessMode::ALL.map(|mode| of(&Case::new(*config, mode, *size))).iter().sum()
+                config.modes().iter().map(|mode| of(&Case::new(*config, *mode, *size))).sum()
             }
             PlanStep::Run(case) => of(case),
             PlanStep::CephLargeSet => {
@@ -186,7 +216,7 @@ impl PlanStep {
         match self {
             PlanStep::Drive { size: 4096 } => 5,
             PlanStep::Drive { .. } => 4,
-            PlanStep::Modes { .. } => AccessMode::ALL.len(),
+            PlanStep::Modes { config, .. } => config.modes().len(),
             PlanStep::Run(_) | PlanStep::CephLargeSet | PlanStep::Idle => 1,
             PlanStep::Machine => 2,
         }
@@ -200,11 +230,14 @@ impl PlanStep {
             PlanStep::Drive { size } => format!("fio, {}", label(*size)),
             PlanStep::Modes { config, size } => format!("{}, {}", config.label(), label(*size)),
             PlanStep::Run(case) => {
-                let options = match (&case.ablation, &case.control_of, case.network) {
+                let options = match (&case.ablation, &case.control_of, case.network, case.link) {
                     (Some(options), ..) => format!(" {options}"),
-                    (_, Some(options), _) => format!(" as the control of {options}"),
-                    (.., Some(network)) => format!(" over {}, {} in flight", network.name(), case.in_flight),
-                    (None, None, None) => String::new(),
+                    (_, Some(options), ..) => format!(" as the control of {options}"),
+                    (_, _, Some(network), _) => {
+                        format!(" over {}, {} in flight", network.name(), case.in_flight)
+                    }
+                    (.., Some(link)) => format!(" over a link, {}", link.label()),
+                    (None, None, None, None) => String::new(),
                 };
                 format!("{}, {} {}{options}", case.config.label(), label(case.size), case.mode.name())
             }

@@ -31,6 +31,7 @@ impl Threads {
             let used = ClassUsage {
                 cpu_seconds: now.cpu_seconds - before.cpu_seconds,
                 context_switches: now.context_switches - before.context_switches,
+                ..ClassUsage::default()
             };
             (thread.1.as_str(), used)
         })
@@ -51,7 +52,7 @@ fn thread_use(task: &Path) -> Option<ClassUsage> {
     let on_cpu_ns: f64 = schedstat.split_ascii_whitespace().next()?.parse().ok()?;
     let switches = |key| status.lines().find_map(|l| l.strip_prefix(key)?.trim().parse::<f64>().ok());
     let context_switches = switches("voluntary_ctxt_switches:")? + switches("nonvoluntary_ctxt_switches:")?;
-    Some(ClassUsage { cpu_seconds: on_cpu_ns / 1e9, context_switches })
+    Some(ClassUsage { cpu_seconds: on_cpu_ns / 1e9, context_switches, ..ClassUsage::default() })
 }
 
 /// Returns the number of bytes that a process has written to drives since its start. Returns 0 if

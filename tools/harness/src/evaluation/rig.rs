@@ -6,12 +6,15 @@ use std::fs;
 use std::path::Path;
 
 use super::ceph::{self, Cluster};
-use super::plan::Subjects;
-use super::settings::EvaluationSettings;
-use super::workload::{ABLATIONS, Ablation, AccessMode, Case, IN_FLIGHT_SWEEP, Network, Set, TestedSystem};
+use super::plan::{LINKED, Subjects};
+use super::settings::{EvaluationSettings, LINKED_GIB};
+use super::workload::{
+    ABLATIONS, Ablation, AccessMode, Case, IN_FLIGHT_SWEEP, Link, Network, Set, TestedSystem,
+};
 use crate::Result;
 use crate::ceiling::FioFile;
 use crate::cleaner::Cleaner;
+use crate::machines::{Machine, Machines, NODE_ADDRESS};
 use crate::node::{BenchResult, BenchSpec, Node, NodePlacement};
 
 /// Size of fio's file, in GiB.
@@ -28,7 +31,47 @@ pub struct EvaluationRig {
     pub fio: FioFile,
     ablations: Vec<Ablation>,
     in_flight_sweep: Vec<u32>,
+    linked: Option<LinkedNodes>,
     _cleaner: Cleaner,
+}
+
+/// Nodes in one network namespace, whose clients run in another one.
+struct LinkedNodes {
+    /// Each node with its address.
+    nodes: Vec<(TestedSystem, Node, String)>,
+    machines: Machines,
+}
+
+impl LinkedNodes {
+    fn up(settings: &EvaluationSettings) -> Result<LinkedNodes> {
+        let machines = Machines::make()?;
+        let mut nodes = Vec::new();
+        for config in LINKED {
+            let (name, placement) = match config {
+                TestedSystem::Host => ("node-linked-host", NodePlacement::Host),
+                _ => ("node-linked-dpu", NodePlacement::Dpu),
+            };
+            let node =
+                Node::new(&settings.work.join(name))?.within(machines.enter(Machine::Node), NODE_ADDRESS);
+            let node = node.with_env("OUTBOARD_NETWORK_STACKS", Network::Tcp.name());
+            node.up_quietly(placement, 1, &format!("{LINKED_GIB}GiB"))?;
+            node.run_quietly(&["pool", "create", "bench"])?;
+            let endpoint = node.status()?.endpoint.ok_or("the node has no address")?;
+            nodes.push((config, node, endpoint));
+        }
+        Ok(LinkedNodes { nodes, machines })
+    }
+
+    fn bench(&self, case: &Case, link: Link, seconds: u32) -> Result<BenchResult> {
+        let (_, node, endpoint) =
+            self.nodes.iter().find(|(c, ..)| *c == case.config).ok_or("no node has this configuration")?;
+        self.machines.shape(link.bits_per_second())?;
+        let (size, objects) = (case.size.to_string(), case.objects().to_string());
+        let mode = case.mode.name();
+        let spec = BenchSpec { mode, object_size: &size, in_flight: case.in_flight, seconds };
+        let within = self.machines.enter(Machine::Client);
+        node.bench_from(&within, endpoint, "bench", spec, &["--objects", &objects])
+    }
 }
 
 impl EvaluationRig {
@@ -54,13 +97,11 @@ impl EvaluationRig {
         let host = node(settings, TestedSystem::Host, Network::Tcp)?;
         let (memcpy, in_flight_sweep) = node_of_networks(settings, missing)?;
         let mut nodes = vec![host, memcpy];
-        if has_profiles(&nodes[1].1)? {
-            nodes.push(node(settings, TestedSystem::DpuBf3, Network::Tcp)?);
-        } else {
-            missing.push(
-                "dpu with the profile bf3-paper: this build lacks the configuration key channel.profile"
-                    .to_owned(),
-            );
+        for config in [TestedSystem::DpuBf3, TestedSystem::DpuBf3Serial, TestedSystem::DpuOfi] {
+            match node(settings, config, Network::Tcp) {
+                Ok(up) => nodes.push(up),
+                Err(why) => missing.push(format!("{}: {why}", config.label())),
+            }
         }
         say("starting Ceph");
         let cluster = ceph_gib.map(|gib| Cluster::up(&settings.work.join("ceph"), gib));
@@ -74,7 +115,12 @@ impl EvaluationRig {
         missing.extend(ceph.as_ref().and_then(|c| c.handicap.clone()));
         let fio = FioFile::create(&settings.work, u32::try_from(FIO_GIB << 10)?)?;
         let ablations = if settings.quick { Vec::new() } else { ablations(&nodes[1].1, missing)? };
-        let rig = EvaluationRig { nodes, ceph, fio, ablations, in_flight_sweep, _cleaner: cleaner };
+        let linked = (!settings.quick).then(|| LinkedNodes::up(settings)).transpose();
+        let linked = linked.unwrap_or_else(|why| {
+            missing.push(format!("figure 6 over links between network namespaces: {why}"));
+            None
+        });
+        let rig = EvaluationRig { nodes, ceph, fio, ablations, in_flight_sweep, linked, _cleaner: cleaner };
         if let Some(objects) = settings.large_set() {
             say("writing the large set");
             if let Err(why) = rig.fill_large_set(settings, objects) {
@@ -89,7 +135,10 @@ impl EvaluationRig {
     pub fn subjects(&self) -> Subjects {
         let nodes = self.nodes.iter().map(|(config, _)| *config);
         let configs = nodes.chain(self.ceph.as_ref().map(|_| TestedSystem::Ceph)).collect();
-        Subjects { configs, ablations: self.ablations.clone(), in_flight_sweep: self.in_flight_sweep.clone() }
+        let linked =
+            self.linked.iter().flat_map(|linked| &linked.nodes).map(|(config, ..)| *config).collect();
+        let (ablations, in_flight_sweep) = (self.ablations.clone(), self.in_flight_sweep.clone());
+        Subjects { configs, linked, ablations, in_flight_sweep }
     }
 
     /// Returns the processes of all systems: system, role and pid.
@@ -112,17 +161,24 @@ impl EvaluationRig {
     /// # Errors
     /// If the program or one of its operations fails.
     pub fn bench(&self, settings: &EvaluationSettings, case: &Case, seconds: u32) -> Result<BenchResult> {
+        if let Some(link) = case.link {
+            let linked = self.linked.as_ref().ok_or("no node has a network namespace")?;
+            return without_errors(linked.bench(case, link, seconds)?);
+        }
         let (_, node) =
             self.nodes.iter().find(|(c, _)| *c == case.config).ok_or("no node has this configuration")?;
         let (pool, objects) = match case.set {
             Set::Usual => ("bench", case.objects()),
             Set::Large => ("large", settings.large_set().ok_or("a quick run has no large set")?),
         };
-        let size = case.size.to_string();
+        let (size, block) = (case.object_size().to_string(), case.size.to_string());
         let workload =
             BenchSpec { mode: case.mode.name(), object_size: &size, in_flight: case.in_flight, seconds };
         let objects = objects.to_string();
         let mut more = vec!["--objects", &objects];
+        if case.object_size() != case.size {
+            more.extend(["--block-size", &block]);
+        }
         more.extend(case.network.iter().flat_map(|network| ["--network", network.name()]));
         let tune = |options: &mut dyn Iterator<Item = &str>| {
             node.run_quietly(&["debug", "tune"].into_iter().chain(options).collect::<Vec<_>>())
@@ -134,13 +190,7 @@ impl EvaluationRig {
         if case.ablation.is_some() {
             tune(&mut std::iter::empty())?;
         }
-        let result = outcome?;
-        if result.errors > 0 {
-            return Err(
-                format!("{} of {} operations failed", result.errors, result.ops + result.errors).into()
-            );
-        }
-        Ok(result)
+        without_errors(outcome?)
     }
 
     fn fill_large_set(&self, settings: &EvaluationSettings, objects: u64) -> Result<()> {
@@ -152,12 +202,19 @@ impl EvaluationRig {
     }
 }
 
+fn without_errors(result: BenchResult) -> Result<BenchResult> {
+    if result.errors > 0 {
+        return Err(format!("{} of {} operations failed", result.errors, result.ops + result.errors).into());
+    }
+    Ok(result)
+}
+
 /// Returns the size of Ceph's file in GiB. Returns `None` if Ceph is switched off or if the drive
 /// has too little space for it.
 fn space_for_ceph(settings: &EvaluationSettings, missing: &mut Vec<String>) -> Result<Option<u64>> {
     let free = rustix::fs::statvfs(&settings.work)?;
     let free_gib = free.f_bavail * free.f_frsize / (1 << 30);
-    let others = 3 * settings.target_gib() + FIO_GIB + SPARE_GIB;
+    let others = settings.all_targets_gib() + FIO_GIB + SPARE_GIB;
     let (wanted, least) = settings.ceph_gib();
     if free_gib < others {
         let work = settings.work.display();
@@ -206,27 +263,21 @@ fn node(
     let (name, placement, profile) = match config {
         TestedSystem::Host => ("node-host", NodePlacement::Host, "memcpy"),
         TestedSystem::DpuBf3 => ("node-bf3", NodePlacement::Dpu, "bf3-paper"),
+        TestedSystem::DpuBf3Serial => ("node-bf3-serial", NodePlacement::Dpu, "bf3-serial"),
+        TestedSystem::DpuOfi => ("node-ofi", NodePlacement::Dpu, "memcpy"),
         TestedSystem::DpuMemcpy | TestedSystem::Ceph => ("node-memcpy", NodePlacement::Dpu, "memcpy"),
     };
     let node = Node::new(&settings.work.join(name))?
         .with_env("OUTBOARD_CHANNEL_PROFILE", profile)
+        .with_env("OUTBOARD_CHANNEL_ENGINE", if config == TestedSystem::DpuOfi { "ofi:tcp" } else { "shm" })
         .with_env("OUTBOARD_NETWORK_STACKS", network.name())
         .with_env("OUTBOARD_NETWORK", Network::Tcp.name());
     // The output of `up` is not needed, because the commands find the node by its directory.
-    node.up_quietly(placement, 1, &format!("{}GiB", settings.target_gib()))?;
+    node.up_quietly(placement, 1, &format!("{}GiB", settings.target_gib(config)))?;
     for pool in ["bench", "large"] {
         node.run_quietly(&["pool", "create", pool])?;
     }
     Ok((config, node))
-}
-
-/// Whether this build has the configuration key `channel.profile`. The first start of a node writes
-/// a configuration file that contains every key.
-fn has_profiles(node: &Node) -> Result<bool> {
-    let keys = fs::read_to_string(node.dir().join("outboard.toml"))?;
-    Ok(keys
-        .lines()
-        .any(|l| l.trim_start_matches(['#', ' ']).split('=').next().is_some_and(|k| k.trim() == "profile")))
 }
 
 /// Returns the ablations that this build supports, and adds the other ablations to `missing`.

@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use super::stats::{Estimate, Rounds, estimate};
 use super::workload::{AccessMode, Case, TestedSystem};
-use crate::node::{BenchBreakdown, BenchResult, ClassUsage};
+use crate::node::{BenchBreakdown, BenchResult, ClassUsage, ProcessUse};
 
 /// The results of one run.
 #[derive(Debug, Clone, Serialize)]
@@ -34,6 +34,12 @@ pub struct Sample {
     pub node_cpu_us_per_op: f64,
     /// CPU time of the client per operation in µs, which is a part of `node_cpu_us_per_op`.
     pub client_cpu_us_per_op: f64,
+    /// User CPU time of the server processes per operation in µs; 0 for Ceph, where it is not measured.
+    pub user_us_per_op: f64,
+    /// System CPU time of the server processes per operation in µs; 0 for Ceph.
+    pub system_us_per_op: f64,
+    /// How often threads of the server processes slept and were woken, per operation; 0 for Ceph.
+    pub wake_ups_per_op: f64,
     /// CPU time and context switches per operation by part, without the client.
     pub parts: BTreeMap<Subsystem, PartUse>,
     /// Breakdown of a write's mean latency at the client, if known. A breakdown that contains only
@@ -75,6 +81,10 @@ pub enum Subsystem {
     OsdAndMessenger,
     /// The channel between DPU and host, in software.
     Channel,
+    /// libfabric for the engine `ofi`, on the DPU. Its provider `tcp` does the work of a NIC in software.
+    Fabric,
+    /// libfabric for the engine `ofi`, on the host.
+    FabricHost,
     /// The emulated DMA engine, which would otherwise be hardware.
     Dma,
     /// Erasure coding in software on the DPU, in separate threads.
@@ -94,6 +104,10 @@ pub struct PartUse {
     pub cpu_us: f64,
     /// Number of context switches.
     pub switches: f64,
+    /// Number of polls of tasks; 0 if the threads do not count them.
+    pub polls: f64,
+    /// Number of wake-ups of threads for this part; 0 if the threads do not count them.
+    pub wake_ups: f64,
 }
 
 impl Subsystem {
@@ -106,6 +120,8 @@ impl Subsystem {
             Subsystem::Osd => "osd",
             Subsystem::OsdAndMessenger => "osd + messenger",
             Subsystem::Channel => "host–DPU channel",
+            Subsystem::Fabric => "libfabric on the DPU",
+            Subsystem::FabricHost => "libfabric on the host",
             Subsystem::Dma => "DMA (emulated)",
             Subsystem::Coding => "erasure coding",
             Subsystem::CodingDevice => "coding engine (emulated)",
@@ -114,16 +130,18 @@ impl Subsystem {
         }
     }
 
-    /// Returns the subsystem of a thread class of a node. `split` says whether the node divides the
-    /// time of the osd's threads between osd and messenger.
+    /// Returns the subsystem of a thread class of a process of a node. `split` says whether the node
+    /// divides the time of the osd's threads between osd and messenger.
     #[must_use]
-    pub fn of_class(class: &str, split: bool) -> Subsystem {
+    pub fn of_class(role: &str, class: &str, split: bool) -> Subsystem {
         match class {
             "msgr" => Subsystem::Messenger,
             "store" => Subsystem::ObjectStore,
             "osd" if split => Subsystem::Osd,
             "osd" => Subsystem::OsdAndMessenger,
             "chan" => Subsystem::Channel,
+            "ofi" if role == "store" => Subsystem::FabricHost,
+            "ofi" => Subsystem::Fabric,
             "dma" => Subsystem::Dma,
             "ec" => Subsystem::Coding,
             "eca" => Subsystem::CodingDevice,
@@ -151,7 +169,7 @@ impl Sample {
     #[must_use]
     pub fn of_bench(round: u32, case: Case, result: &BenchResult) -> Sample {
         let per_op = |seconds: f64| seconds * 1e6 / result.ops.max(1) as f64;
-        let is_write = case.mode == AccessMode::Write;
+        let is_write = matches!(case.mode, AccessMode::Write | AccessMode::Randwrite);
         let client = result.processes.iter().filter(|p| p.role == "client").map(|p| p.cpu_seconds).sum();
         Sample {
             round,
@@ -164,6 +182,9 @@ impl Sample {
             host_cpu_us_per_op: result.host_cpu_us_per_op,
             node_cpu_us_per_op: result.node_cpu_us_per_op,
             client_cpu_us_per_op: per_op(client),
+            user_us_per_op: per_op(servers(result).map(|p| p.user_seconds).sum()),
+            system_us_per_op: per_op(servers(result).map(|p| p.system_seconds).sum()),
+            wake_ups_per_op: servers(result).map(|p| p.wake_ups).sum::<f64>() / result.ops.max(1) as f64,
             parts: parts_of_bench(result),
             breakdown_us: result
                 .breakdown_us
@@ -185,11 +206,16 @@ fn of_client(osd: BenchBreakdown, latency_us: f64) -> BenchBreakdown {
     BenchBreakdown { total: latency_us, others: osd.others + (latency_us - osd.total).max(0.0), ..osd }
 }
 
+fn servers(result: &BenchResult) -> impl Iterator<Item = &ProcessUse> {
+    result.processes.iter().filter(|p| p.role != "client")
+}
+
 fn parts_of_bench(result: &BenchResult) -> BTreeMap<Subsystem, PartUse> {
-    let servers = || result.processes.iter().filter(|p| p.role != "client");
-    let classes = || servers().flat_map(|p| &p.by_class);
-    let split = classes().any(|(class, _)| class == "msgr");
-    sum_parts(classes().map(|(class, used)| (Subsystem::of_class(class, split), *used)), result.ops)
+    let classes =
+        || servers(result).flat_map(|p| p.by_class.iter().map(|(class, used)| (&p.role, class, used)));
+    let split = classes().any(|(_, class, _)| class == "msgr");
+    let parts = classes().map(|(role, class, used)| (Subsystem::of_class(role, class, split), *used));
+    sum_parts(parts, result.ops)
 }
 
 /// Sums the resource use by part, per operation.
@@ -203,6 +229,8 @@ pub fn sum_parts(
         let sum = parts.entry(part).or_default();
         sum.cpu_us += class.cpu_seconds * 1e6 / ops;
         sum.switches += class.context_switches / ops;
+        sum.polls += class.polls / ops;
+        sum.wake_ups += class.wake_ups / ops;
     }
     parts
 }

@@ -2,7 +2,11 @@
 
 use std::path::PathBuf;
 
-use super::workload::{Case, MIB, PAPER_SIZES};
+use super::plan::{LINKED, Subjects};
+use super::workload::{Case, MIB, PAPER_SIZES, TestedSystem};
+
+/// Size of the target of a node in a network namespace of its own, in GiB.
+pub const LINKED_GIB: u64 = 2;
 
 /// The extent of the measurements, and the directories that they use.
 #[derive(Debug, Clone)]
@@ -80,10 +84,19 @@ impl EvaluationSettings {
     }
 
     /// Size of a node's target in GiB. The target stores the usual sets of all object sizes, and
-    /// the large set if the run has one.
+    /// the large set if the run has one and the system is measured with it.
     #[must_use]
-    pub fn target_gib(&self) -> u64 {
-        if self.quick { 3 } else { 5 }
+    pub fn target_gib(&self, config: TestedSystem) -> u64 {
+        let has_large_set = [TestedSystem::Host, TestedSystem::DpuMemcpy].contains(&config);
+        if has_large_set && !self.quick { 5 } else { 3 }
+    }
+
+    /// Size of the targets of all nodes in GiB.
+    #[must_use]
+    pub fn all_targets_gib(&self) -> u64 {
+        let nodes = Subjects::all().configs.into_iter().filter(|config| *config != TestedSystem::Ceph);
+        let linked = if self.quick { 0 } else { LINKED.len() as u64 * LINKED_GIB };
+        nodes.map(|config| self.target_gib(config)).sum::<u64>() + linked
     }
 
     /// Preferred and minimum size of the osd's file, in GiB.

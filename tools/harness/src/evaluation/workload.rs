@@ -23,6 +23,12 @@ pub enum TestedSystem {
     /// A node whose OSD is on the emulated DPU. The DMA engine takes the time that the DoCeph paper
     /// measured on a BlueField-3.
     DpuBf3,
+    /// Like `DpuBf3`, but each request takes the engine's fixed time, even if several requests are in
+    /// flight.
+    DpuBf3Serial,
+    /// A node whose osd is on the emulated DPU. The engine `ofi` moves payload by one-sided transfers of
+    /// libfabric, over TCP.
+    DpuOfi,
     /// A real Ceph with one OSD.
     Ceph,
 }
@@ -35,7 +41,19 @@ impl TestedSystem {
             TestedSystem::Host => "host",
             TestedSystem::DpuMemcpy => "dpu, memcpy",
             TestedSystem::DpuBf3 => "dpu, bf3-paper",
+            TestedSystem::DpuBf3Serial => "dpu, bf3-serial",
+            TestedSystem::DpuOfi => "dpu, ofi:tcp",
             TestedSystem::Ceph => "Ceph",
+        }
+    }
+
+    /// Returns the modes in which the system is measured at each size. Systems that show one property of
+    /// writes are measured with writes only.
+    #[must_use]
+    pub fn modes(self) -> &'static [AccessMode] {
+        match self {
+            TestedSystem::DpuBf3Serial | TestedSystem::DpuOfi => &[AccessMode::Write],
+            _ => &AccessMode::ALL,
         }
     }
 }
@@ -50,10 +68,13 @@ pub enum AccessMode {
     Read,
     /// Read whole objects in random order.
     Randread,
+    /// Write blocks at random offsets of large objects.
+    Randwrite,
 }
 
 impl AccessMode {
-    /// Every mode, in the order of the runs: reads use the objects that the writes have stored.
+    /// The modes of the main series, in the order of the runs: reads use the objects that the writes have
+    /// stored.
     pub const ALL: [AccessMode; 3] = [AccessMode::Write, AccessMode::Read, AccessMode::Randread];
 
     /// Returns the mode's name in `outboard bench`.
@@ -63,14 +84,15 @@ impl AccessMode {
             AccessMode::Write => "write",
             AccessMode::Read => "read",
             AccessMode::Randread => "randread",
+            AccessMode::Randwrite => "randwrite",
         }
     }
 
-    /// Returns the mode's name in `rados bench`.
+    /// Returns the mode's name in `rados bench`, which writes only whole objects.
     #[must_use]
     pub fn rados_name(self) -> &'static str {
         match self {
-            AccessMode::Write => "write",
+            AccessMode::Write | AccessMode::Randwrite => "write",
             AccessMode::Read => "seq",
             AccessMode::Randread => "rand",
         }
@@ -122,7 +144,7 @@ pub struct Case {
     pub config: TestedSystem,
     /// The operation.
     pub mode: AccessMode,
-    /// Bytes per object.
+    /// Bytes per operation. Except for [`AccessMode::Randwrite`], this is the size of the objects.
     pub size: u64,
     /// Number of requests in flight.
     pub in_flight: u32,
@@ -135,6 +157,42 @@ pub struct Case {
     pub control_of: Option<String>,
     /// The compared network stack; `None` in the main series, which uses TCP.
     pub network: Option<Network>,
+    /// The link between node and client; `None` if both are on the same machine.
+    pub link: Option<Link>,
+}
+
+/// The link between the network namespaces of a node and its client. It is emulated: a pair of virtual
+/// Ethernet devices.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Link {
+    /// Shaped to 1 Gbit/s by a token bucket.
+    Gigabit,
+    /// As fast as this machine can move packets.
+    Unlimited,
+}
+
+impl Link {
+    /// Both links.
+    pub const ALL: [Link; 2] = [Link::Gigabit, Link::Unlimited];
+
+    /// Rate in bits per second; `None` without a limit.
+    #[must_use]
+    pub fn bits_per_second(self) -> Option<u64> {
+        match self {
+            Link::Gigabit => Some(1_000_000_000),
+            Link::Unlimited => None,
+        }
+    }
+
+    /// Returns the link's name in the report.
+    #[must_use]
+    pub fn label(self) -> &'static str {
+        match self {
+            Link::Gigabit => "1 Gbit/s (shaped)",
+            Link::Unlimited => "unlimited",
+        }
+    }
 }
 
 /// A part of the design that can be switched off.
@@ -171,7 +229,17 @@ impl Case {
     #[must_use]
     pub fn new(config: TestedSystem, mode: AccessMode, size: u64) -> Case {
         let (in_flight, set) = (IN_FLIGHT, Set::Usual);
-        Case { config, mode, size, in_flight, set, ablation: None, control_of: None, network: None }
+        Case {
+            config,
+            mode,
+            size,
+            in_flight,
+            set,
+            ablation: None,
+            control_of: None,
+            network: None,
+            link: None,
+        }
     }
 
     /// Returns this case with one request in flight.
@@ -195,13 +263,19 @@ impl Case {
         }
     }
 
-    /// Creates the case of 4 KiB writes over a network stack.
+    /// Creates the case of 4 MiB writes over a link between two network namespaces.
+    #[must_use]
+    pub fn across(config: TestedSystem, link: Link) -> Case {
+        Case { link: Some(link), ..Case::new(config, AccessMode::Write, 4 * MIB) }
+    }
+
+    /// Creates the case of 4 KiB writes at random offsets of large objects, over a network stack.
     #[must_use]
     pub fn over(network: Network, in_flight: u32) -> Case {
         Case {
             in_flight,
             network: Some(network),
-            ..Case::new(TestedSystem::DpuMemcpy, AccessMode::Write, 4096)
+            ..Case::new(TestedSystem::DpuMemcpy, AccessMode::Randwrite, 4096)
         }
     }
 
@@ -220,8 +294,10 @@ impl Case {
             AccessMode::Write => self.size == 4096 || PAPER_SIZES.contains(&self.size),
             AccessMode::Read => PAPER_SIZES.contains(&self.size),
             AccessMode::Randread => [4096, 4 * MIB].contains(&self.size),
+            AccessMode::Randwrite => false,
         };
-        self.ablation.is_some() || self.control_of.is_some() || self.network.is_some() || !of_a_bar
+        let is_special = self.ablation.is_some() || self.control_of.is_some();
+        is_special || self.network.is_some() || self.link.is_some() || !of_a_bar
     }
 
     /// Number of objects of the usual set for `outboard bench`: objects of half a GiB in total, but
@@ -229,7 +305,16 @@ impl Case {
     /// that two requests rarely use the same object at the same time.
     #[must_use]
     pub fn objects(&self) -> u64 {
-        (512 * MIB / self.size).clamp(2 * u64::from(IN_FLIGHT), 16_384)
+        (512 * MIB / self.object_size()).clamp(2 * u64::from(IN_FLIGHT), 16_384)
+    }
+
+    /// Size of the objects in bytes.
+    #[must_use]
+    pub fn object_size(&self) -> u64 {
+        match self.mode {
+            AccessMode::Randwrite => 4 * MIB,
+            _ => self.size,
+        }
     }
 }
 

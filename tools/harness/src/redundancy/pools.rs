@@ -181,7 +181,7 @@ impl PoolCase {
     /// Number of bytes that are written to or read from the drive per byte of an object.
     fn on_drive(&self) -> f64 {
         match self.mode {
-            AccessMode::Write => self.scheme.drive_bytes_per_byte(),
+            AccessMode::Write | AccessMode::Randwrite => self.scheme.drive_bytes_per_byte(),
             AccessMode::Read | AccessMode::Randread => 1.0,
         }
     }

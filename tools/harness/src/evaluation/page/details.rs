@@ -2,7 +2,7 @@
 //! ablations and the machine.
 
 use super::PageContent;
-use super::figures::{SYSTEMS, systems};
+use super::figures::{SYSTEMS, head_of_systems, systems};
 use super::svg::{self, Grouped};
 use super::text::{cell, escape, table};
 use crate::evaluation::sample::{CeilingKind, Measurements, Sample};
@@ -147,7 +147,7 @@ fn ceilings(m: &Measurements) -> String {
     {
         rows.push(ceiling_row(m, name.to_owned(), &m.ceiling(kind, 0), None));
     }
-    let head = ["ceiling", "MB/s", "Ceph", "host", "dpu, memcpy", "dpu, bf3-paper"];
+    let head = head_of_systems(&["ceiling", "MB/s"]);
     format!(
         "<h3>Ceilings, and the systems' use of them</h3>{}<p class=\"soft\">The drive is measured by fio with O_DIRECT on a completely written file, with the better of \
          depth 1 and 16 (random reads: depth 16). The writes of fio include no flush, but durable writes of the systems do. The systems' columns show throughput / ceiling.</p>",

@@ -4,18 +4,26 @@
 use super::svg::{self, Grouped, Series, Share, Stack, Stacked};
 use super::text::{cell, number, table};
 use crate::evaluation::paper;
-use crate::evaluation::sample::{Measurements, Sample, Subsystem};
+use crate::evaluation::plan::LINKED;
+use crate::evaluation::sample::{Measurements, PartUse, Sample, Subsystem};
 use crate::evaluation::stats::{Estimate, estimate, ratio};
-use crate::evaluation::workload::{AccessMode, Case, MIB, PAPER_SIZES, TestedSystem, size_label};
+use crate::evaluation::workload::{AccessMode, Case, Link, MIB, PAPER_SIZES, TestedSystem, size_label};
 use crate::node::BenchBreakdown;
 
 /// The tested systems, with their classes in the style sheet.
-pub const SYSTEMS: [(TestedSystem, &str); 4] = [
+pub const SYSTEMS: [(TestedSystem, &str); 6] = [
     (TestedSystem::Ceph, "ceph"),
     (TestedSystem::Host, "host"),
     (TestedSystem::DpuMemcpy, "memcpy"),
     (TestedSystem::DpuBf3, "bf3"),
+    (TestedSystem::DpuBf3Serial, "bf3s"),
+    (TestedSystem::DpuOfi, "ofi"),
 ];
+
+/// Returns a table's head that begins with `first` and continues with the systems.
+pub fn head_of_systems(first: &[&'static str]) -> Vec<&'static str> {
+    first.iter().copied().chain(SYSTEMS.map(|(config, _)| config.label())).collect()
+}
 
 /// A figure of the DoCeph paper that shows a value by object size: the paper's values, and the
 /// function that returns the same value of a run on this machine.
@@ -56,6 +64,8 @@ fn part_class(part: Subsystem) -> &'static str {
         Subsystem::Osd => "p3",
         Subsystem::OsdAndMessenger => "p4",
         Subsystem::Channel => "p5",
+        Subsystem::Fabric => "p11",
+        Subsystem::FabricHost => "p12",
         Subsystem::Dma => "p7",
         Subsystem::Coding => "p9",
         Subsystem::CodingDevice => "p10",
@@ -124,25 +134,51 @@ fn table_2(m: &Measurements) -> String {
         number(messenger),
         number(store),
         number(messenger / store),
-        "–".to_owned(),
     ]];
+    rows[0].extend(["–"; 7].map(str::to_owned));
     for (config, _) in SYSTEMS.into_iter().filter(|(c, _)| m.has(*c)) {
         let case = writes(config, 4 * MIB);
         let of_part =
             |part: Subsystem| m.rounds_if(&case, |s| Some(s.parts.get(&part)?.switches).filter(|n| *n > 0.0));
         let (messenger, store) = (of_part(Subsystem::Messenger), of_part(Subsystem::ObjectStore));
         let all = of(m, &case, &|s| s.parts.values().map(|u| u.switches).sum());
-        rows.push(vec![
-            format!("{} (per write)", config.label()),
+        let counted = |count: fn(&PartUse) -> f64| {
+            let of_part =
+                |part: Subsystem| m.rounds_if(&case, |s| s.parts.get(&part).map(count).filter(|n| *n > 0.0));
+            let (messenger, store) = (of_part(Subsystem::Messenger), of_part(Subsystem::ObjectStore));
+            [
+                cell(estimate(messenger.values().copied())),
+                cell(estimate(store.values().copied())),
+                cell(estimate(ratio(&messenger, &store).into_values())),
+            ]
+        };
+        let switches = [
             cell(estimate(messenger.values().copied())),
             cell(estimate(store.values().copied())),
             cell(estimate(ratio(&messenger, &store).into_values())),
-            cell(all),
-        ]);
+        ];
+        let mut row = vec![format!("{} (per write)", config.label())];
+        row.extend(switches.into_iter().chain(counted(|u| u.wake_ups)).chain(counted(|u| u.polls)));
+        row.push(cell(all));
+        rows.push(row);
     }
-    let head = ["4 MiB writes", "messenger", "ObjectStore", "messenger / ObjectStore", "all threads"];
+    let head = [
+        "4 MiB writes",
+        "switches: messenger",
+        "ObjectStore",
+        "ratio",
+        "wake-ups: messenger",
+        "ObjectStore",
+        "ratio",
+        "polls: messenger",
+        "ObjectStore",
+        "ratio",
+        "switches: all threads",
+    ];
     format!(
-        "<h3>Table 2. Context switches</h3>{}<p class=\"soft\">A node's messenger has no threads of its own. Its context switches are therefore only in the last column.</p>",
+        "<h3>Table 2. Context switches</h3>{}<p class=\"soft\">A node's messenger has no threads of its own, so the kernel does not count its context switches: they are only in the last \
+         column. The node counts two other figures for the tasks of its threads: the wake-ups, in which a task of the messenger or of the store was the first to run after its thread had waited, and all \
+         polls of the tasks. Each wake-up costs a context switch, unless the awaited event has already happened.</p>",
         table(&head, &rows)
     )
 }
@@ -157,10 +193,32 @@ fn figure_6(m: &Measurements) -> String {
         let rate = of(m, &writes(config, 4 * MIB), &|s| s.mb_per_s);
         rows.push(vec![format!("{}, loopback", config.label()), cell(rate)]);
     }
+    let [network, messenger_share, cpu] = ["network", "messenger, % of the CPU time", "CPU, % of a core"];
+    let mut by_link: Vec<Vec<String>> = Vec::new();
+    for (network, messenger, cpu) in paper::FIG5 {
+        by_link.push(vec![format!("paper, Ceph, {network}"), "–".to_owned(), number(messenger), number(cpu)]);
+    }
+    for config in LINKED {
+        for link in Link::ALL {
+            let case = Case::across(config, link);
+            let Some(rate) = of(m, &case, &|s| s.mb_per_s) else { continue };
+            rows.push(vec![format!("{}, {}", config.label(), link.label()), cell(Some(rate))]);
+            let server_us = |s: &Sample| s.node_cpu_us_per_op - s.client_cpu_us_per_op;
+            let messenger = |s: &Sample| s.parts.get(&Subsystem::Messenger).map_or(0.0, |u| u.cpu_us);
+            by_link.push(vec![
+                format!("{}, {}", config.label(), link.label()),
+                cell(Some(rate)),
+                cell(of(m, &case, &|s| 100.0 * messenger(s) / server_us(s))),
+                cell(of(m, &case, &|s| server_us(s) * s.iops / 1e4)),
+            ]);
+        }
+    }
     format!(
-        "<h3>Figure 6. Throughput by network</h3>{}<p class=\"soft\">The paper's figure compares 1 and 100 Gbit/s, and shows its values only in the drawing. The only \
-         network here is loopback TCP. A table below contains its ceiling.</p>",
-        table(&["4 MiB writes, 16 in flight", "MB/s"], &rows)
+        "<h3>Figure 6. Throughput by network</h3>{}{}<p class=\"soft\">The paper's figures 5 and 6 compare 1 and 100 Gbit/s. The text states the values of figure 5 only. Here, node and client run in \
+         two network namespaces on one machine, and a pair of virtual Ethernet devices joins them. For 1 Gbit/s, a token bucket <b>shapes</b> the link in both directions; “unlimited” is as fast as the kernel moves packets \
+         between the namespaces. A table below contains the ceiling of loopback TCP.</p>",
+        table(&["4 MiB writes, 16 in flight", "MB/s"], &rows),
+        table(&[network, "MB/s", messenger_share, cpu], &by_link)
     )
 }
 
@@ -184,7 +242,31 @@ fn figure_7(m: &Measurements) -> String {
         "<h3>Figure 7. Host CPU under writes</h3>{}<p class=\"soft\">Each percentage applies to the throughput that the system reached, so a faster system writes more data with \
          the same percentage. The following table is independent of the throughput. Host CPU per MiB written, in µs:</p>{}",
         figure.draw(m),
-        table(&["", "Ceph", "host", "dpu, memcpy", "dpu, bf3-paper"], &rows)
+        table(&head_of_systems(&[""]), &rows)
+    ) + &host_share(m)
+}
+
+/// Formats the host's CPU time per write by part, with the emulated engine and with the engine `ofi`.
+fn host_share(m: &Measurements) -> String {
+    let mut rows = Vec::new();
+    for size in PAPER_SIZES {
+        for config in [TestedSystem::DpuMemcpy, TestedSystem::DpuOfi].into_iter().filter(|c| m.has(*c)) {
+            let case = writes(config, size);
+            let fabric = |s: &Sample| s.parts.get(&Subsystem::FabricHost).map_or(0.0, |u| u.cpu_us);
+            rows.push(vec![
+                format!("{}, {}", size_label(size), config.label()),
+                cell(of(m, &case, &|s| s.host_cpu_us_per_op)),
+                cell(of(m, &case, &fabric)),
+                cell(of(m, &case, &|s| s.host_cpu_us_per_op - fabric(s))),
+            ]);
+        }
+    }
+    let head = ["host CPU, µs per write", "all", "libfabric", "without libfabric"];
+    format!(
+        "<h3>The host's share of the engine</h3>{}<p class=\"soft\">The CPU time of the emulated engine (shm) counts for the DPU, because a DMA engine is hardware of the DPU. With \
+         ofi:tcp, a thread of libfabric on the host receives the one-sided writes from a socket and copies them. An RDMA NIC writes into the memory of the host without its CPU, and the thread \
+         only waits for doorbells. So the last column is what remains on the host with RDMA hardware, apart from the doorbells.</p>",
+        table(&head, &rows)
     )
 }
 
@@ -236,18 +318,8 @@ fn figure_10(m: &Measurements) -> String {
         )));
         rows.push(row);
     }
-    let head = [
-        "writes/s",
-        "paper, baseline",
-        "paper, DoCeph",
-        "ratio",
-        "Ceph",
-        "host",
-        "dpu, memcpy",
-        "dpu, bf3-paper",
-        "dpu / host",
-        "dpu / Ceph",
-    ];
+    let mut head = head_of_systems(&["writes/s", "paper, baseline", "paper, DoCeph", "ratio"]);
+    head.extend(["dpu / host", "dpu / Ceph"]);
     format!(
         "<h3>Figure 10. Throughput of writes</h3>{}<p class=\"soft\">The chart shows MB/s with 16 writes in flight. The paper's chart shows writes per second, which are in the table.</p>{}",
         figure.draw(m),
@@ -351,11 +423,18 @@ fn figure_9(m: &Measurements) -> String {
         row("paper, DoCeph", size, &b);
     }
     let mut charts = vec![Stacked { title: "Paper, DoCeph".to_owned(), bars: published }];
-    for config in [TestedSystem::DpuMemcpy, TestedSystem::DpuBf3] {
+    let systems =
+        [TestedSystem::DpuMemcpy, TestedSystem::DpuBf3, TestedSystem::DpuBf3Serial, TestedSystem::DpuOfi];
+    for config in systems.into_iter().filter(|c| m.has(*c)) {
+        let sizes = [4096, 64 << 10].into_iter().chain(PAPER_SIZES);
         let known: Vec<(u64, BenchBreakdown)> =
-            PAPER_SIZES.into_iter().filter_map(|size| Some((size, breakdown(m, config, size)?))).collect();
+            sizes.filter_map(|size| Some((size, breakdown(m, config, size)?))).collect();
         known.iter().for_each(|(size, b)| row(config.label(), *size, b));
-        let bars = known.iter().map(|(size, b)| bar(*size, b)).collect();
+        let bars = known
+            .iter()
+            .filter(|(size, _)| PAPER_SIZES.contains(size))
+            .map(|(size, b)| bar(*size, b))
+            .collect();
         charts.push(Stacked { title: format!("Here, {}", config.label()), bars });
     }
     let note = if charts.iter().skip(1).all(|c| c.bars.is_empty()) {
@@ -366,7 +445,8 @@ fn figure_9(m: &Measurements) -> String {
     format!(
         "<h3>Figure 9 and table 3. Phases of a write's time</h3>{}{note}{}<p class=\"soft\">With 16 writes in flight. The phases are means per write, and their sum is the latency. In phase DMA, the \
          engine transfers data of the write. In phase Host write, the store works on the write and the engine does not. In phase DMA wait, the write only waits for the engine. Others is the \
-         remaining time, including network and client.</p>",
+         remaining time, including network and client. Writes of 4 and 64 KiB travel with their request in a ring entry, whose transfer counts as DMA too. The profiles bf3-paper and bf3-serial do not \
+         slow such transfers down, because the paper has no value below 1 MB. With ofi:tcp, the engine does not know when a transfer without a completion has arrived, so ring entries do not count.</p>",
         svg::stacked(&charts),
         table(&["ms", "host write", "DMA", "DMA wait", "others", "total", "DMA wait's share"], &rows)
     )

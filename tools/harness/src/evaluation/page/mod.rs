@@ -77,6 +77,10 @@ fn setting(content: &PageContent<'_>) -> String {
          several. The DMA engine is a thread that copies memory as fast as possible.</dd>\
          <dt><i class=\"bf3\"></i>dpu, bf3-paper</dt><dd>Like “dpu, memcpy”, but the emulated engine is serial, and each transfer takes the time that the paper measured on a \
          BlueField-3.</dd>\
+         <dt><i class=\"bf3s\"></i>dpu, bf3-serial</dt><dd>Like “dpu, bf3-paper”, but each write has the fixed time of a transfer (2.4 ms) once. With bf3-paper, all writes \
+         that one chain transfers share it.</dd>\
+         <dt><i class=\"ofi\"></i>dpu, ofi:tcp</dt><dd>Like “dpu, memcpy”, but the engine ofi moves payload by one-sided transfers of libfabric over TCP, in software. On the host, a \
+         thread of libfabric does the work that an RDMA NIC would do.</dd>\
          <dt><i class=\"ceph\"></i>Ceph</dt><dd>A real Ceph ({}) with one OSD, one copy of the data, BlueStore on a completely written file, no authentication, and \
          2 GiB of memory. rados bench drives it.</dd>\
          <dt><i class=\"paper-a\"></i>paper</dt><dd><cite>{}</cite> (SC Workshops '25, \
@@ -127,7 +131,14 @@ mod tests {
             host_cpu_us_per_op: value,
             node_cpu_us_per_op: value,
             client_cpu_us_per_op: value,
-            parts: [(Subsystem::Messenger, PartUse { cpu_us: 1.0, switches: 2.0 })].into(),
+            user_us_per_op: value,
+            system_us_per_op: value,
+            wake_ups_per_op: value,
+            parts: [(
+                Subsystem::Messenger,
+                PartUse { cpu_us: 1.0, switches: 2.0, polls: 3.0, wake_ups: 4.0 },
+            )]
+            .into(),
             breakdown_us: Some(BenchBreakdown {
                 total: 10.0,
                 host_write: 2.0,

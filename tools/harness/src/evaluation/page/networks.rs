@@ -27,10 +27,11 @@ pub fn section(m: &Measurements) -> String {
         return String::new();
     }
     format!(
-        "<section><h2>Network stacks: 4 KiB writes by requests in flight</h2>{SETTING}{}{}{}{}</section>",
+        "<section><h2>Network stacks: 4 KiB writes by requests in flight</h2>{SETTING}{}{}{}{}{}</section>",
         published(),
         rates(m, &depths),
         cpu(m, &depths),
+        profile(m, &depths),
         LIMITS
     )
 }
@@ -42,7 +43,7 @@ const SETTING: &str = "<p>The same node (dpu, memcpy) and the same client use tw
 const LIMITS: &str = "<h3>Limits of the comparison</h3><ul>\
      <li>No RDMA hardware is used: ofi:tcp is libfabric over loopback TCP, in software, on CPUs that it shares with all other parts. The article's gain comes from \
      hardware that moves messages without the kernel, so this gain <b>cannot appear here</b>. The results show the cost of the RDMA code if software does all the work.</li>\
-     <li>Each write replaces a whole object of 4 KiB. The writes overwrite all objects of a set in turn, repeatedly. The article's writes use random offsets in volumes of 30 GB.</li>\
+     <li>The writes have random offsets in 128 objects of 4 MiB. The article's writes have random offsets in volumes of 30 GB.</li>\
      <li>CPU here is the CPU time of node and client per write, on one machine. The article states the CPU utilization of an osd node.</li>\
      <li>A client that cannot connect over its stack fails. If a connection over ofi:tcp broke during a run, the client would continue over TCP.</li></ul>";
 
@@ -91,8 +92,11 @@ fn rates(m: &Measurements, depths: &[u32]) -> String {
     let row = |n: &u32| {
         let article = if *n == MOST_GAINED.0 { number(MOST_GAINED.1) } else { "–".to_owned() };
         let [tcp, ofi, _] = compared(m, *n, |s| s.latency_us_mean);
+        let p99 = Network::ALL.map(|network| {
+            cell(estimate(m.rounds_if(&Case::over(network, *n), |s| s.latency_us_p99).into_values()))
+        });
         let rates = compared(m, *n, |s| s.iops);
-        [n.to_string()].into_iter().chain(rates).chain([article, tcp, ofi]).collect()
+        [n.to_string()].into_iter().chain(rates).chain([article, tcp, ofi]).chain(p99).collect()
     };
     let rows: Vec<Vec<String>> = depths.iter().map(row).collect();
     let head = [
@@ -103,6 +107,8 @@ fn rates(m: &Measurements, depths: &[u32]) -> String {
         "article, RDMA / TCP",
         "mean latency, µs, tcp",
         "mean latency, µs, ofi:tcp",
+        "p99, µs, tcp",
+        "p99, µs, ofi:tcp",
     ];
     let title = "Durable writes by requests in flight";
     format!(
@@ -132,6 +138,33 @@ fn cpu(m: &Measurements, depths: &[u32]) -> String {
     format!(
         "<h3>CPU per write</h3>{}{}",
         chart(m, depths, title, "µs per write", |s| s.node_cpu_us_per_op),
+        table(&head, &rows)
+    )
+}
+
+/// Formats the user and system time of the node's processes, and their wake-ups (figure 7 of the
+/// publication).
+fn profile(m: &Measurements, depths: &[u32]) -> String {
+    let row = |n: &u32| {
+        let figures: [FigureOf; 3] = [|s| s.user_us_per_op, |s| s.system_us_per_op, |s| s.wake_ups_per_op];
+        [n.to_string()].into_iter().chain(figures.into_iter().flat_map(|of| compared(m, *n, of))).collect()
+    };
+    let rows: Vec<Vec<String>> = depths.iter().map(row).collect();
+    let head = [
+        "in flight",
+        "user, µs/op, tcp",
+        "ofi:tcp",
+        "ofi:tcp / tcp",
+        "system, µs/op, tcp",
+        "ofi:tcp",
+        "ofi:tcp / tcp",
+        "wake-ups/op, tcp",
+        "ofi:tcp",
+        "ofi:tcp / tcp",
+    ];
+    format!(
+        "<h3>User and system time, and wake-ups</h3>{}<p class=\"soft\">The processes of the node, without the client. Figure 7 of the article shows that Ceph uses more user time and less system time over \
+         RDMA than over TCP/IP, without numbers.</p>",
         table(&head, &rows)
     )
 }
