@@ -5,7 +5,9 @@
 //! parity, only the data moves to host memory. If the DPU's cores compute the parity, data and
 //! parity move to host memory together. If a coding place fails, another coding place takes over.
 //! After several failures, the thread of the caller computes the parity itself. While there are
-//! coding tasks, the dispatcher samples the host's load ten times per second.
+//! coding tasks, the dispatcher samples the host's load ten times per second. If the host is busy when
+//! the tasks end, the dispatcher continues until the host is calm: an old reading must not decide where
+//! the next tasks run.
 //!
 //! The scheduler is not used for small changes or for reconstructing fragments. The bytes for both
 //! are already in this process, so it codes them directly.
@@ -18,7 +20,8 @@ use std::time::Duration;
 use base::block::BLOCK_SIZE;
 use base::fault::Faults;
 use ec::offload::batch::CodingWork;
-use ec::offload::host_load::{HostLoad, LoadLevel, Thresholds};
+pub use ec::offload::host_load::Thresholds;
+use ec::offload::host_load::{HostLoad, LoadLevel};
 use ec::offload::scheduler::{
     Capacity, CodingPlace, PlaceSnapshot, Scheduler, SchedulerConfig, TaskRefused, TaskSlot,
 };
@@ -39,8 +42,10 @@ use crate::task::spawn;
 
 /// Pause between two samples of the host's load.
 const WATCH: Duration = Duration::from_millis(100);
-/// Sampling of the host's load stops when there was no coding task for this long.
+/// Sampling of a calm host's load stops when there was no coding task for this long.
 const WATCH_IDLE: Duration = Duration::from_secs(1);
+/// Pause between two samples of a busy host's load when there was no coding task for this long.
+const WATCH_BUSY: Duration = Duration::from_millis(500);
 /// Number of failed attempts after which the thread of the caller computes the parity itself.
 const ATTEMPTS: usize = 4;
 /// Maximum number of tasks whose data is in transit to the host's processor, in addition to the
@@ -63,6 +68,8 @@ pub struct CodingConfig {
     pub queue: usize,
     /// Time for which a coding place is not used after a failure.
     pub cool_down: Duration,
+    /// Load at which the host's processor counts as busy.
+    pub thresholds: Thresholds,
     /// Location of the targets' stores.
     pub stripes: StripesAt,
     /// Faults to inject into coding tasks on the DPU's cores.
@@ -94,6 +101,7 @@ impl Default for CodingConfig {
             host_threads: 1,
             queue: 1024,
             cool_down: Duration::from_secs(2),
+            thresholds: Thresholds::default(),
             stripes: StripesAt::Here(None),
             faults: Faults::default(),
         }
@@ -163,7 +171,7 @@ impl CodingDispatcher {
             scheduler,
             offload: config.offload,
             software,
-            load: RefCell::new(HostLoad::new(Thresholds::default())),
+            load: RefCell::new(HostLoad::new(config.thresholds)),
             is_watching: Cell::new(false),
             last_task: Cell::new(Instant::now()),
             is_emulated,
@@ -298,12 +306,13 @@ impl CodingDispatcher {
         let coding = Rc::downgrade(self);
         spawn(async move {
             while let Some(coding) = coding.upgrade() {
-                if coding.last_task.get().elapsed() >= WATCH_IDLE {
+                let is_idle = coding.last_task.get().elapsed() >= WATCH_IDLE;
+                if is_idle && !coding.scheduler.is_host_busy() {
                     return coding.is_watching.set(false);
                 }
                 coding.look_at_host().await;
                 drop(coding);
-                tokio::time::sleep(WATCH).await;
+                tokio::time::sleep(if is_idle { WATCH_BUSY } else { WATCH }).await;
             }
         });
     }
@@ -311,7 +320,15 @@ impl CodingDispatcher {
     async fn look_at_host(&self) {
         let mut host = match self.stores.host_reading().await {
             Ok(host) => host,
-            Err(e) => return tracing::debug!(error = %e, "cannot read the load of the host"),
+            Err(e) => {
+                tracing::debug!(error = %e, "cannot read the load of the host");
+                let mut load = self.load.borrow_mut();
+                if !load.is_current(Instant::now()) {
+                    load.forget();
+                    self.scheduler.set_host_busy(false);
+                }
+                return;
+            }
         };
         if self.is_emulated
             && host.cpus.is_empty()

@@ -118,7 +118,7 @@ mod word;
 mod work;
 
 pub use array::{Array, ArrayFuture};
-pub use coding::{CodingConfig, CodingDispatcher, StripesAt};
+pub use coding::{CodingConfig, CodingDispatcher, StripesAt, Thresholds};
 pub use group::{Group, GroupOptions};
 pub use interval::Interval;
 pub use member::Member;

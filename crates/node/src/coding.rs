@@ -9,11 +9,11 @@ use ec::offload::accelerator::{self, AcceleratorOptions};
 use ec::offload::batch::EngineRate;
 use ec::offload::worker::Worker;
 use ec::{Code, Geometry, KernelChoice};
-use osd::{CodingConfig, StripesAt};
+use osd::{CodingConfig, StripesAt, Thresholds};
 use store::stripes::{EngineOptions, Engines};
 use wire::{CodingOffload, Placement};
 
-use super::config::Config;
+use super::config::{CodingSection, Config};
 use super::cpus::{ChannelSide, Cpus, kept_to};
 
 /// Number of bytes to encode when a core's rate is measured. The median size in the measurement of
@@ -58,6 +58,19 @@ pub fn engines(config: &Config, accelerator: Option<Worker>, faults: &Faults) ->
     Engines::start(options, accelerator).map(Arc::new)
 }
 
+fn thresholds(coding: &CodingSection) -> Thresholds {
+    let part = |percent: u32| f64::from(percent) / 100.0;
+    Thresholds {
+        busy_utilization: part(coding.busy_utilization),
+        calm_utilization: part(coding.calm_utilization),
+        busy_pressure: part(coding.busy_pressure),
+        calm_pressure: part(coding.calm_pressure),
+        calm_after: coding.calm_after.0,
+        counts_store: coding.count_store,
+        ..Thresholds::default()
+    }
+}
+
 /// Returns the configuration with which an osd decides where to compute parity.
 /// The shards of the osd divide the configured numbers of threads and of waiting tasks; each has at
 /// least one.
@@ -82,6 +95,7 @@ pub fn osd_config(
         host_threads: share(coding.host_threads),
         queue: share(coding.queue),
         cool_down: coding.cool_down.0,
+        thresholds: thresholds(coding),
         stripes,
         faults,
     }

@@ -351,6 +351,30 @@ pub struct CodingSection {
     /// How long a coding place is not used after it has failed: 10ms to 1h.
     #[config(default = "2s", validate(ms_within(cool_down, 10, 3_600_000), "must be 10ms to 1h"))]
     pub cool_down: Period,
+    /// Utilization of the host's CPUs at which the host counts as busy, in percent: 1 to 100. The work
+    /// of coding itself does not count.
+    #[config(default = 90, validate((1..=100).contains(busy_utilization), "must be 1 to 100"))]
+    pub busy_utilization: u32,
+    /// Utilization below which a busy host becomes calm, in percent: 1 to 100, at most
+    /// `coding.busy_utilization`.
+    #[config(default = 75, validate((1..=100).contains(calm_utilization), "must be 1 to 100"))]
+    pub calm_utilization: u32,
+    /// Share of time in which threads wait for a CPU (PSI) at which the host counts as busy, in percent:
+    /// 1 to 100. It counts only while the utilization is at least 40 %, and not beside an emulated DPU.
+    #[config(default = 40, validate((1..=100).contains(busy_pressure), "must be 1 to 100"))]
+    pub busy_pressure: u32,
+    /// Share of time in which threads wait for a CPU below which a busy host becomes calm, in percent: 1
+    /// to 100, at most `coding.busy_pressure`.
+    #[config(default = 20, validate((1..=100).contains(calm_pressure), "must be 1 to 100"))]
+    pub calm_pressure: u32,
+    /// How long the load must stay below the calm limits before a busy host becomes calm: 100ms to 1h.
+    #[config(default = "500ms", validate(ms_within(calm_after, 100, 3_600_000), "must be 100ms to 1h"))]
+    pub calm_after: Period,
+    /// Whether the store's own work (drives, index, channel) counts for the utilization of the host. On a
+    /// host with few CPUs, it can make the host busy whenever clients write; with `false`, only other
+    /// programs do.
+    #[config(default = true)]
+    pub count_store: bool,
 }
 
 /// Configuration keys of section `network`.
@@ -454,6 +478,10 @@ pub(crate) enum NotPossible {
     OutOfRange(#[from] OutOfRange),
     #[error("supervise.backoff_min ({min}) exceeds supervise.backoff_max ({max})")]
     Backoff { min: Period, max: Period },
+    #[error(
+        "coding.calm_{what} ({calm}) exceeds coding.busy_{what} ({busy}), so the host would be busy and calm at once"
+    )]
+    Calm { what: &'static str, calm: u32, busy: u32 },
 }
 
 impl Config {
@@ -474,6 +502,15 @@ impl Config {
         let SuperviseSection { backoff_min: min, backoff_max: max, .. } = self.supervise;
         if min > max {
             return Err(NotPossible::Backoff { min, max });
+        }
+        let limits = &self.coding;
+        for (what, calm, busy) in [
+            ("utilization", limits.calm_utilization, limits.busy_utilization),
+            ("pressure", limits.calm_pressure, limits.busy_pressure),
+        ] {
+            if calm > busy {
+                return Err(NotPossible::Calm { what, calm, busy });
+            }
         }
         Ok(())
     }

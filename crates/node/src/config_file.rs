@@ -336,6 +336,9 @@ mod tests {
             "[coding]\nmode = \"hybrid:0:0\"",
             "[coding]\noffload = \"gpu\"",
             "[coding]\ndpu_threads = 0",
+            "[coding]\nbusy_utilization = 0",
+            "[coding]\nbusy_utilization = 70",
+            "[coding]\ncalm_pressure = 50",
             "[debug]\nfaults = [\"everything=breaks\"]",
         ] {
             let error = load(text, &[]).unwrap_err().to_string();

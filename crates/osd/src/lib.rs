@@ -85,7 +85,7 @@ mod upkeep;
 mod witness;
 mod written;
 
-pub use array::{CodingConfig, StripesAt};
+pub use array::{CodingConfig, StripesAt, Thresholds};
 pub use audit::inspect_object;
 pub use config::{OffloadSource, OsdConfig, TargetRetry, UsageSource};
 pub use server::{FirstShard, FurtherShard, OsdServer, OsdStarted, ShardResources, shards};

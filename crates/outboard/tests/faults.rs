@@ -142,6 +142,32 @@ fn transfer_and_doorbell_faults_lose_no_data_and_dma_is_used_again() {
 }
 
 #[test]
+fn a_put_does_not_send_segments_again_that_arrived_before_dma_failed() {
+    const LEN: u64 = 16 << 20;
+    let node = Node::up();
+    node.load();
+    let bytes = |status: &Value, key: &str| status["offload"][key].as_u64().unwrap();
+    let (mut kept_sum, data) = (0, noise(5, LEN as usize));
+    // The transfers of a segment are its payload, its entry and the fetch of its reply.
+    for (n, after) in [5, 8, 11, 14, 17].into_iter().enumerate() {
+        let before = node.status();
+        node.ok(&["debug", "fault", &format!("dma.transfer=fail,after={after},count=1")]);
+        node.put(&format!("p/{n}"), &data);
+        let faults = node.json(&["debug", "faults", "--json"]);
+        assert_eq!(faults[0]["fired"], 1, "the fault did not fire: {faults}");
+        node.ok(&["debug", "clear"]);
+        let after = node.status();
+        let moved = |key| bytes(&after, key) - bytes(&before, key);
+        let (kept, sent) = (moved("kept_bytes"), moved("fallback_bytes"));
+        assert!(sent > 0 && kept + sent <= LEN, "bytes were sent twice: {kept} kept, {sent} sent");
+        kept_sum += kept;
+        node.is(&format!("p/{n}"), &data);
+        node.eventually("DMA is not used again", |s| s["offload"]["state"] == "active");
+    }
+    assert!(kept_sum >= 4 << 20, "only {kept_sum} bytes were kept");
+}
+
+#[test]
 fn a_node_recovers_if_its_store_or_osd_is_killed_during_transfers() {
     let node = Node::up();
     let bytes = noise(1, 7_000_001);

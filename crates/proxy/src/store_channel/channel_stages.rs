@@ -22,6 +22,8 @@ struct StageState {
     unsure: u32,
     /// Number of writes that were submitted and not answered yet.
     unanswered: u32,
+    /// Payload of answered writes that DMA has carried, in bytes, unless it was counted before.
+    carried: usize,
     /// Whether the stage was released. A released stage is removed once all its writes are
     /// answered.
     released: bool,
@@ -45,7 +47,8 @@ impl ChannelStages {
         // The stage's number includes the number of the incarnation. A stage that was lost with its
         // incarnation can therefore not be confused with a later stage.
         let id = StageId((self.incarnation << 40) | self.last);
-        let state = StageState { host_id, unposted: 0, unsure: 0, unanswered: 0, released: false };
+        let state =
+            StageState { host_id, unposted: 0, unsure: 0, unanswered: 0, carried: 0, released: false };
         assert!(self.stages.insert(id, state).is_none(), "stage {id:?} was created twice");
         id
     }
@@ -88,13 +91,19 @@ impl ChannelStages {
     }
 
     /// Counts a posted write as answered. `unsure` says whether a transaction could have overtaken
-    /// it.
-    pub(super) fn write_answered(&mut self, id: StageId, unsure: bool) {
+    /// it, and `carried` is the number of its bytes that DMA has carried.
+    pub(super) fn write_answered(&mut self, id: StageId, unsure: bool, carried: usize) {
         let stage = self.written(id);
+        stage.carried += carried;
         stage.unsure = stage.unsure.checked_sub(u32::from(unsure)).expect("an unsure write was counted");
         stage.unanswered = stage.unanswered.checked_sub(1).expect("an answered write was submitted before");
         stage.check();
         self.forget_if_done(id);
+    }
+
+    /// Returns how many bytes of answered writes to the stage DMA has carried since the last call.
+    pub(super) fn take_carried(&mut self, id: StageId) -> usize {
+        self.stages.get_mut(&id).map_or(0, |stage| std::mem::take(&mut stage.carried))
     }
 
     /// Whether all writes to these stages certainly precede a transaction that is posted now.
@@ -142,11 +151,11 @@ mod tests {
         stages.write_posted(id, false);
         stages.write_posted(id, true);
         assert!(!stages.writes_precede(&[id]), "a transaction could overtake the second write");
-        stages.write_answered(id, true);
+        stages.write_answered(id, true, 0);
         assert!(stages.writes_precede(&[id]), "the first write precedes the transaction on the ring");
         stages.write_doubted(id);
         assert!(!stages.writes_precede(&[id]), "the first write is sent again");
-        stages.write_answered(id, true);
+        stages.write_answered(id, true, 0);
         assert!(stages.writes_precede(&[id]));
     }
 
@@ -159,7 +168,7 @@ mod tests {
         assert_eq!((stages.release(id), stages.count()), (None, 0), "a stage is released once");
         assert_eq!(stages.begin_write(id), Err(StoreError::NoSuchStage(id.0)));
         stages.write_posted(id, false);
-        stages.write_answered(id, false);
+        stages.write_answered(id, false, 0);
         assert!(stages.stages.is_empty());
     }
 
@@ -187,6 +196,6 @@ mod tests {
         let mut stages = ChannelStages::new(1);
         let id = stages.create(7);
         stages.begin_write(id).unwrap();
-        stages.write_answered(id, false);
+        stages.write_answered(id, false, 0);
     }
 }

@@ -453,6 +453,9 @@ impl State {
     pub(super) fn put_rest(&mut self, job: &Job) {
         let (Some(ring), Some(range)) = (&self.ring, job.range()) else { return };
         let at = ring.range_offset(range);
+        // A large change of an object consists of several writes to a stage. Those that DMA has carried
+        // are not sent again either.
+        self.fallback.keep(job.written_stage().map_or(0, |stage| self.stages.take_carried(stage)));
         let mut arrived = job.arrived();
         for (offset, piece) in job.upload() {
             let skip = arrived.min(piece.len());

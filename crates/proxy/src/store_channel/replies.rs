@@ -89,6 +89,8 @@ impl State {
             self.damaged(id, job);
             return Ok(());
         }
+        // The payload of a request on the control socket was counted when the request was sent.
+        let carried = if was_on_ring { job.arrived() } else { 0 };
         let AnsweredJob { target, kind, range, window, clock, .. } = job.into_answered();
         match (kind, outcome) {
             (JobKind::Call { answer_use: AnswerUse::Stage, answer_to }, Ok(CallAnswer::Stage(host_id))) => {
@@ -107,7 +109,7 @@ impl State {
             }
             (kind, outcome) => {
                 if let JobKind::StageWrite { stage, state, .. } = kind {
-                    self.stages.write_answered(stage, state == WriteState::Unsure);
+                    self.stages.write_answered(stage, state == WriteState::Unsure, carried);
                 }
                 let answered = outcome.map(|answer| Delivered::new(answer, Vec::new()));
                 let answered = answered.map_err(CallError::Store);

@@ -8,6 +8,8 @@ use base::block::Payload;
 use base::clock::Instant;
 use base::collections::HashMap;
 use base::fault::Faults;
+use base::process::ProcessUsage;
+use base::thread::ThreadClass;
 use ec::offload::accelerator::{self, AcceleratorOptions};
 use ec::offload::batch::{CodingWork, EngineRate};
 use ec::offload::host_load::{HostCpus, LoadCounters};
@@ -161,9 +163,23 @@ impl Engines {
         let device = self.accelerator.as_ref().filter(|_| self.cpus.is_empty());
         let devices = device.map_or(Duration::ZERO, used);
         let mut counters = HostCpus::new(self.cpus.clone(), || devices, || used(&self.host));
-        let reading = counters.read().map_err(|e| StoreError::Io(e.to_string()))?;
+        let mut reading = counters.read().map_err(|e| StoreError::Io(e.to_string()))?;
+        reading.store = store_time();
         Ok(HostReading { reading, cpus: self.cpus.clone() })
     }
+}
+
+/// Classes of the threads that do the work of a store. The kernel names its threads for I/O rings
+/// `iou-wrk-…` and `iou-sqp-…`.
+const STORE_CLASSES: [&str; 4] =
+    [ThreadClass::Store.prefix(), ThreadClass::Channel.prefix(), ThreadClass::Fabric.prefix(), "iou"];
+
+/// Returns the CPU time that this process has used as a store.
+fn store_time() -> Duration {
+    // Ignore an error: the time is then 0, so the work of the store counts as work of the host.
+    let usage = ProcessUsage::read(std::process::id()).unwrap_or_default();
+    let of_store = usage.by_class.iter().filter(|(class, _)| STORE_CLASSES.contains(&class.as_str()));
+    Duration::from_nanos(of_store.map(|(_, used)| used.cpu_ns).sum())
 }
 
 type ComputedFragments = (Result<Vec<Payload>, StripeError>, Duration);

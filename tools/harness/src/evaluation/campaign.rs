@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::plan::{self, IDLE_SECONDS, PlanStep, SHRINK_SECONDS, Subjects};
+use super::plan::{self, ENGINES, IDLE_SECONDS, PlanStep, SHRINK_SECONDS, Subjects};
 use super::processes::Threads;
 use super::progress::ProgressLine;
 use super::rig::EvaluationRig;
@@ -62,6 +62,9 @@ impl<'a> Campaign<'a> {
             PlanStep::Run(Case { ablation: Some(option), .. }) => {
                 return self.subjects.ablations.retain(|a| a.option != *option);
             }
+            PlanStep::Run(Case { config, .. }) if ENGINES.contains(config) => {
+                return self.subjects.engines.retain(|c| c != config);
+            }
             PlanStep::Run(Case { link: Some(_), config, .. }) => {
                 return self.subjects.linked.retain(|c| c != config);
             }
@@ -84,9 +87,9 @@ impl<'a> Campaign<'a> {
         match step {
             PlanStep::Drive { size } => self.drive(round, *size),
             PlanStep::Modes { config: TestedSystem::Ceph, size } => self.ceph_modes(round, *size),
-            PlanStep::Modes { config, size } => {
-                config.modes().iter().try_for_each(|mode| self.run(round, Case::new(*config, *mode, *size)))
-            }
+            PlanStep::Modes { config, size } => AccessMode::ALL
+                .into_iter()
+                .try_for_each(|mode| self.run(round, Case::new(*config, mode, *size))),
             PlanStep::Run(case) => self.run(round, case.clone()),
             PlanStep::CephLargeSet => self.ceph_large_set(round),
             PlanStep::Machine => self.machine(round),

@@ -43,11 +43,17 @@ const CLEAN_SECONDS: f64 = 2.5;
 /// The systems that are measured over links between network namespaces.
 pub const LINKED: [TestedSystem; 2] = [TestedSystem::Host, TestedSystem::DpuMemcpy];
 
+/// Nodes with other engines than the main series. They are measured with writes only.
+pub const ENGINES: [TestedSystem; 3] =
+    [TestedSystem::DpuBf3, TestedSystem::DpuBf3Serial, TestedSystem::DpuOfi];
+
 /// The systems and options to measure.
 #[derive(Debug, Clone)]
 pub struct Subjects {
-    /// The systems that are running.
+    /// The systems of the main series.
     pub configs: Vec<TestedSystem>,
+    /// The nodes with other engines ([`ENGINES`]).
+    pub engines: Vec<TestedSystem>,
     /// The systems that run in a network namespace of their own.
     pub linked: Vec<TestedSystem>,
     /// Parts of the design that can be switched off.
@@ -61,16 +67,10 @@ impl Subjects {
     /// Returns all systems and options that a report can have.
     #[must_use]
     pub fn all() -> Subjects {
-        let configs = vec![
-            TestedSystem::Host,
-            TestedSystem::DpuMemcpy,
-            TestedSystem::DpuBf3,
-            TestedSystem::DpuBf3Serial,
-            TestedSystem::DpuOfi,
-            TestedSystem::Ceph,
-        ];
+        let configs = vec![TestedSystem::Host, TestedSystem::DpuMemcpy, TestedSystem::Ceph];
         Subjects {
             configs,
+            engines: ENGINES.to_vec(),
             linked: LINKED.to_vec(),
             ablations: ABLATIONS.to_vec(),
             in_flight_sweep: IN_FLIGHT_SWEEP.to_vec(),
@@ -81,7 +81,7 @@ impl Subjects {
     /// a real DPU.
     #[must_use]
     pub fn ablated(&self) -> TestedSystem {
-        if self.configs.contains(&TestedSystem::DpuBf3) {
+        if self.engines.contains(&TestedSystem::DpuBf3) {
             TestedSystem::DpuBf3
         } else {
             TestedSystem::DpuMemcpy
@@ -111,7 +111,9 @@ fn steps(settings: &EvaluationSettings, subjects: &Subjects, first: u32) -> impl
 #[must_use]
 pub fn setup_seconds(settings: &EvaluationSettings, subjects: &Subjects) -> f64 {
     let ceph = subjects.configs.contains(&TestedSystem::Ceph);
-    let nodes = subjects.configs.iter().filter(|c| **c != TestedSystem::Ceph).count() as f64;
+    let nodes =
+        (subjects.configs.iter().chain(&subjects.engines).filter(|c| **c != TestedSystem::Ceph)).count();
+    let nodes = nodes as f64;
     let files = settings.all_targets_gib() as f64 + if ceph { settings.ceph_gib().0 as f64 } else { 0.0 };
     // Assumes 10,000 objects per second on each of two nodes, one after the other, and 4,000 on
     // Ceph.
@@ -155,6 +157,7 @@ pub fn round(settings: &EvaluationSettings, subjects: &Subjects, round: u32) -> 
             steps.extend(turns(&[ablated.control(), ablated], turn + i).into_iter().map(PlanStep::Run));
         }
         steps.extend(networks(subjects, turn).into_iter().map(PlanStep::Run));
+        steps.extend(engines(settings, subjects, turn).into_iter().map(PlanStep::Run));
         steps.extend(links(subjects, turn).into_iter().map(PlanStep::Run));
     }
     steps.extend([PlanStep::Machine, PlanStep::Idle]);
@@ -171,6 +174,18 @@ fn networks(subjects: &Subjects, turn: usize) -> Vec<Case> {
     let pair = |in_flight: u32| Network::ALL.map(|network| Case::over(network, in_flight));
     let depths = subjects.in_flight_sweep.iter().enumerate();
     depths.flat_map(|(i, in_flight)| turns(&pair(*in_flight), turn / 2 + i)).collect()
+}
+
+/// Returns the writes of the nodes with other engines, in every other round.
+fn engines(settings: &EvaluationSettings, subjects: &Subjects, turn: usize) -> Vec<Case> {
+    if turn % 2 == 1 {
+        return Vec::new();
+    }
+    let at_size = |(i, size): (usize, u64)| {
+        let configs = turns(&subjects.engines, turn / 2 + i).into_iter();
+        configs.map(move |config| Case::new(config, AccessMode::Write, size))
+    };
+    settings.sizes().into_iter().enumerate().flat_map(at_size).collect()
 }
 
 /// Returns the runs over links between network namespaces, in every other round.
@@ -199,7 +214,7 @@ impl PlanStep {
                 AccessMode::ALL.map(run).iter().sum::<f64>() + CLEAN_SECONDS
             }
             PlanStep::Modes { config, size } => {
-                config.modes().iter().map(|mode| of(&Case::new(*config, *mode, *size))).sum()
+                AccessMode::ALL.map(|mode| of(&Case::new(*config, mode, *size))).iter().sum()
             }
             PlanStep::Run(case) => of(case),
             PlanStep::CephLargeSet => {
@@ -216,7 +231,7 @@ impl PlanStep {
         match self {
             PlanStep::Drive { size: 4096 } => 5,
             PlanStep::Drive { .. } => 4,
-            PlanStep::Modes { config, .. } => config.modes().len(),
+            PlanStep::Modes { .. } => AccessMode::ALL.len(),
             PlanStep::Run(_) | PlanStep::CephLargeSet | PlanStep::Idle => 1,
             PlanStep::Machine => 2,
         }
@@ -268,7 +283,7 @@ mod tests {
             at_size.unwrap()
         };
         for size in settings.sizes() {
-            assert_eq!((1..=4).map(|r| first(r, size)).collect::<BTreeSet<_>>().len(), 4, "{size}");
+            assert_eq!((1..=6).map(|r| first(r, size)).collect::<BTreeSet<_>>().len(), 3, "{size}");
         }
     }
 
@@ -291,7 +306,7 @@ mod tests {
                 PlanStep::Modes { config, size: found } if found == size => Some(config),
                 _ => None,
             };
-            check(orders(4, &at_size), 12, 1);
+            check(orders(6, &at_size), 6, 2);
         }
         let alone = |step| match step {
             PlanStep::Run(case) if case.in_flight == 1 && case.network.is_none() => Some(case.config),
@@ -377,7 +392,8 @@ mod tests {
 
     #[test]
     fn every_round_has_the_same_number_of_steps() {
-        let subjects = Subjects { configs: vec![TestedSystem::Host, TestedSystem::Ceph], ..Subjects::all() };
+        let configs = vec![TestedSystem::Host, TestedSystem::Ceph];
+        let subjects = Subjects { configs, engines: Vec::new(), linked: Vec::new(), ..Subjects::all() };
         let settings = EvaluationSettings { quick: false, ..EvaluationSettings::from_env() };
         let lengths: BTreeSet<usize> = (1..=7).map(|r| round(&settings, &subjects, r).len()).collect();
         assert_eq!(lengths.len(), 1);

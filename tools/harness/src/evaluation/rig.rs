@@ -6,7 +6,7 @@ use std::fs;
 use std::path::Path;
 
 use super::ceph::{self, Cluster};
-use super::plan::{LINKED, Subjects};
+use super::plan::{ENGINES, LINKED, Subjects};
 use super::settings::{EvaluationSettings, LINKED_GIB};
 use super::workload::{
     ABLATIONS, Ablation, AccessMode, Case, IN_FLIGHT_SWEEP, Link, Network, Set, TestedSystem,
@@ -97,7 +97,8 @@ impl EvaluationRig {
         let host = node(settings, TestedSystem::Host, Network::Tcp)?;
         let (memcpy, in_flight_sweep) = node_of_networks(settings, missing)?;
         let mut nodes = vec![host, memcpy];
-        for config in [TestedSystem::DpuBf3, TestedSystem::DpuBf3Serial, TestedSystem::DpuOfi] {
+        let engines = if settings.quick { &ENGINES[..1] } else { &ENGINES };
+        for config in engines.iter().copied() {
             match node(settings, config, Network::Tcp) {
                 Ok(up) => nodes.push(up),
                 Err(why) => missing.push(format!("{}: {why}", config.label())),
@@ -134,11 +135,12 @@ impl EvaluationRig {
     #[must_use]
     pub fn subjects(&self) -> Subjects {
         let nodes = self.nodes.iter().map(|(config, _)| *config);
-        let configs = nodes.chain(self.ceph.as_ref().map(|_| TestedSystem::Ceph)).collect();
+        let (engines, nodes): (Vec<_>, Vec<_>) = nodes.partition(|config| ENGINES.contains(config));
+        let configs = nodes.into_iter().chain(self.ceph.as_ref().map(|_| TestedSystem::Ceph)).collect();
         let linked =
             self.linked.iter().flat_map(|linked| &linked.nodes).map(|(config, ..)| *config).collect();
         let (ablations, in_flight_sweep) = (self.ablations.clone(), self.in_flight_sweep.clone());
-        Subjects { configs, linked, ablations, in_flight_sweep }
+        Subjects { configs, engines, linked, ablations, in_flight_sweep }
     }
 
     /// Returns the processes of all systems: system, role and pid.

@@ -94,7 +94,9 @@ impl EvaluationSettings {
     /// Size of the targets of all nodes in GiB.
     #[must_use]
     pub fn all_targets_gib(&self) -> u64 {
-        let nodes = Subjects::all().configs.into_iter().filter(|config| *config != TestedSystem::Ceph);
+        let Subjects { configs, engines, .. } = Subjects::all();
+        let engines = if self.quick { engines[..1].to_vec() } else { engines };
+        let nodes = configs.into_iter().chain(engines).filter(|config| *config != TestedSystem::Ceph);
         let linked = if self.quick { 0 } else { LINKED.len() as u64 * LINKED_GIB };
         nodes.map(|config| self.target_gib(config)).sum::<u64>() + linked
     }

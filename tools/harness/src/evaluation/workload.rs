@@ -46,16 +46,6 @@ impl TestedSystem {
             TestedSystem::Ceph => "Ceph",
         }
     }
-
-    /// Returns the modes in which the system is measured at each size. Systems that show one property of
-    /// writes are measured with writes only.
-    #[must_use]
-    pub fn modes(self) -> &'static [AccessMode] {
-        match self {
-            TestedSystem::DpuBf3Serial | TestedSystem::DpuOfi => &[AccessMode::Write],
-            _ => &AccessMode::ALL,
-        }
-    }
 }
 
 /// The operation of a workload.

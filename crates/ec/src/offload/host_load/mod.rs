@@ -33,6 +33,8 @@ use serde::{Deserialize, Serialize};
 
 /// Minimum time between two samples: the kernel counts CPU time in ticks of up to 10 ms.
 const LEAST_INTERVAL: Duration = Duration::from_millis(50);
+/// Age at which a sample no longer describes the load.
+const CURRENT: Duration = Duration::from_secs(2);
 
 /// Cumulative counters of the load of the host's CPUs.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -45,6 +47,8 @@ pub struct LoadCounters {
     pub dpu: Duration,
     /// Part of `busy` used by erasure coding on the host.
     pub coding: Duration,
+    /// Part of `busy` used by the store itself: for drives, the index and the channel.
+    pub store: Duration,
     /// Wall-clock time in which at least one thread waited for a CPU; `None` if the kernel does not
     /// report it.
     pub pressure: Option<Duration>,
@@ -75,6 +79,9 @@ pub struct Thresholds {
     pub calm_pressure: f64,
     /// Time for which utilization and pressure must stay below their calm thresholds.
     pub calm_after: Duration,
+    /// Whether the work of the store itself counts. If not, its time counts as free, like the time of
+    /// coding.
+    pub counts_store: bool,
 }
 
 impl Default for Thresholds {
@@ -86,12 +93,13 @@ impl Default for Thresholds {
             calm_utilization: 0.75,
             calm_pressure: 0.2,
             calm_after: Duration::from_millis(500),
+            counts_store: true,
         }
     }
 }
 
 /// Decides whether the host is busy. The caller passes the time and the counters, two to ten times
-/// per second.
+/// per second. After a longer pause the load is unknown, and an unknown load counts as calm.
 #[derive(Debug)]
 pub struct HostLoad {
     thresholds: Thresholds,
@@ -122,13 +130,29 @@ impl HostLoad {
         if passed < LEAST_INTERVAL {
             return self.load;
         }
+        if passed > CURRENT {
+            self.forget();
+            self.last = Some((at, reading));
+            return self.load;
+        }
         self.last = Some((at, reading));
-        if let Some(utilization) = utilization(&last, &reading) {
+        if let Some(utilization) = utilization(&last, &reading, self.thresholds.counts_store) {
             self.parts = (utilization, pressure(&last, &reading, passed));
             // The current values describe the whole time since the last sample.
             self.judge(last_at, at);
         }
         self.load
+    }
+
+    /// Whether the last sample at `now` is recent enough to describe the load.
+    #[must_use]
+    pub fn is_current(&self, now: Instant) -> bool {
+        self.last.is_some_and(|(at, _)| now.saturating_duration_since(at) <= CURRENT)
+    }
+
+    /// Forgets all samples. The load is then unknown, which counts as calm.
+    pub fn forget(&mut self) {
+        (self.load, self.last, self.calming, self.parts) = (LoadLevel::Calm, None, None, (0.0, None));
     }
 
     /// Utilization of the last interval, 0 to 1, without coding and without threads that emulate
@@ -169,10 +193,10 @@ impl HostLoad {
     }
 }
 
-/// Returns the share of the host's CPU time that was used by work other than coding. The time of
-/// threads that emulate the DPU is not part of the host's CPU time. Returns `None` if no CPU time
-/// has passed.
-fn utilization(before: &LoadCounters, now: &LoadCounters) -> Option<f64> {
+/// Returns the share of the host's CPU time that was used by work other than coding, and other than
+/// the store's unless `counts_store` is true. The time of threads that emulate the DPU is not part of
+/// the host's CPU time. Returns `None` if no CPU time has passed.
+fn utilization(before: &LoadCounters, now: &LoadCounters, counts_store: bool) -> Option<f64> {
     let since = |field: fn(&LoadCounters) -> Duration| field(now).saturating_sub(field(before)).as_secs_f64();
     let all = since(|reading| reading.all);
     // The counters are read at different moments, and the time of an ended thread disappears. So
@@ -180,12 +204,13 @@ fn utilization(before: &LoadCounters, now: &LoadCounters) -> Option<f64> {
     let busy = since(|reading| reading.busy).min(all);
     let dpu = since(|reading| reading.dpu).min(busy);
     let coding = since(|reading| reading.coding).min(busy - dpu);
+    let store = if counts_store { 0.0 } else { since(|reading| reading.store).min(busy - dpu - coding) };
     let left = all - dpu;
     match all > 0.0 {
         // Threads that emulate the DPU used all the CPU time. The host's load is unknown and counts
         // as calm.
         true if left <= 0.0 => Some(0.0),
-        true => Some((busy - dpu - coding) / left),
+        true => Some((busy - dpu - coding - store) / left),
         false => None,
     }
 }

@@ -65,6 +65,7 @@ impl<D: FnMut() -> Duration, C: FnMut() -> Duration> HostCpus<D, C> {
             busy: time(ticks.busy),
             dpu: (self.dpu)(),
             coding: (self.coding)(),
+            store: Duration::ZERO,
             pressure: self.pressure(),
         })
     }

@@ -8,10 +8,11 @@ const CPUS: u32 = 4;
 /// Use of the CPUs during a step, as shares of their time.
 #[derive(Debug, Clone, Copy, Default)]
 struct Use {
-    /// All uses except `dpu` and `coding`.
+    /// All uses except the following ones.
     others: f64,
     dpu: f64,
     coding: f64,
+    store: f64,
     pressure: f64,
 }
 
@@ -44,9 +45,10 @@ impl Host {
         let time = |part: f64| (CPUS * STEP).mul_f64(part);
         self.now += STEP;
         self.reading.all += CPUS * STEP;
-        self.reading.busy += time(used.others + used.dpu + used.coding);
+        self.reading.busy += time(used.others + used.dpu + used.coding + used.store);
         self.reading.dpu += time(used.dpu);
         self.reading.coding += time(used.coding);
+        self.reading.store += time(used.store);
         self.reading.pressure = self.reading.pressure.map(|waited| waited + STEP.mul_f64(used.pressure));
         self.load.sample(self.now, self.reading)
     }
@@ -127,6 +129,34 @@ fn utilization_alone_decides_whether_the_host_is_busy_if_pressure_is_unknown() {
 }
 
 #[test]
+fn the_work_of_the_store_can_be_left_out() {
+    let used = Use { store: 0.95, ..Use::default() };
+    assert_eq!(Host::without_pressure().step(used), LoadLevel::Busy);
+    let mut host = Host::without_pressure();
+    host.load = HostLoad::new(Thresholds { counts_store: false, ..Thresholds::default() });
+    host.step(used);
+    assert_eq!(host.step(used), LoadLevel::Calm);
+    assert!(host.load.utilization() < 0.01, "{}", host.load.utilization());
+    assert_eq!(host.step(Use { store: 0.05, ..others(0.92) }), LoadLevel::Busy, "other work still counts");
+}
+
+#[test]
+fn an_old_reading_is_unknown_and_does_not_keep_the_host_busy() {
+    let mut host = Host::without_pressure();
+    assert_eq!(host.step(others(1.0)), LoadLevel::Busy);
+    assert!(host.load.is_current(host.now));
+    // The host was busy the whole time, but no sample was taken.
+    host.now += CURRENT;
+    host.reading.all += CPUS * CURRENT;
+    host.reading.busy += CPUS * CURRENT;
+    assert!(!host.load.is_current(host.now + STEP));
+    assert_eq!(host.step(others(1.0)), LoadLevel::Calm, "the first sample after a pause is only a start");
+    assert_eq!(host.step(others(1.0)), LoadLevel::Busy);
+    host.load.forget();
+    assert!(!host.load.is_current(host.now));
+}
+
+#[test]
 fn impossible_counters_do_not_make_the_host_busy() {
     let mut host = Host::new();
     let (all, busy) = (host.reading.all, host.reading.busy);
@@ -136,6 +166,7 @@ fn impossible_counters_do_not_make_the_host_busy() {
         busy: busy + STEP,
         dpu: 9 * STEP,
         coding: 9 * STEP,
+        store: 9 * STEP,
         pressure: None,
     };
     assert_eq!(host.load.sample(host.now + STEP, used), LoadLevel::Calm);

@@ -97,6 +97,10 @@ impl<W> TaskAdmission<W> {
         self.host_busy = busy;
     }
 
+    pub(super) fn is_host_busy(&self) -> bool {
+        self.host_busy
+    }
+
     pub(super) fn view(&self) -> AdmissionView<'_> {
         AdmissionView {
             mode: self.mode,

@@ -209,6 +209,12 @@ impl Scheduler {
         self.dispatch();
     }
 
+    /// Whether the host's processor counts as busy.
+    #[must_use]
+    pub fn is_host_busy(&self) -> bool {
+        self.0.admission.borrow().is_host_busy()
+    }
+
     /// Returns the scheduler's state.
     #[must_use]
     pub fn snapshot(&self) -> Snapshot {

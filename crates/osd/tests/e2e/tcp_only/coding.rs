@@ -209,6 +209,14 @@ async fn a_busy_host_gets_no_coding_tasks_until_it_is_idle_again() {
         assert_eq!(coding.host_busy, busy, "{coding:?}");
         assert_eq!(coding.host_utilization_percent, if busy { 100 } else { 10 });
     }
+    // The host stays busy after the last write. When it is calm again, the node notices that without
+    // further writes, so that the next write is not placed by the old reading.
+    tokio::time::sleep(Duration::from_millis(1500)).await;
+    assert!(coding(&client).await.host_busy, "the host is still busy");
+    host.is_busy.store(false, Ordering::SeqCst);
+    tokio::time::sleep(Duration::from_secs(5)).await;
+    let coding = coding(&client).await;
+    assert!(!coding.host_busy, "{coding:?}");
 }
 
 #[tokio::test]

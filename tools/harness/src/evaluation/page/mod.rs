@@ -87,7 +87,7 @@ fn setting(content: &PageContent<'_>) -> String {
          <a href=\"https://doi.org/{doi}\">doi:{doi}</a>), section 5: two storage nodes and a client, AMD EPYC 9474F, BlueField-3, 100 Gbit/s, SATA SSD. \
          <b>Its absolute values come from other hardware. Compare only ratios and the shapes of curves.</b></dd></dl>\
          <p>All systems run at the same time on the same drive, and are idle while another system is measured. The run has {} round{} of {} s per run ({} s if no threshold depends on the run), with 16 requests in flight unless stated otherwise. In \
-         each round, all systems run at each size. Over all rounds, each system directly follows each other system about equally often. A value is the median of the rounds, and a ratio is the median of the ratios of the rounds. \
+         each round, all systems run at each size, except for the nodes with other engines (bf3-paper, bf3-serial, ofi:tcp), which run in every other round. Over all rounds, each system directly follows each other system about equally often. A value is the median of the rounds, and a ratio is the median of the ratios of the rounds. \
          Small print shows the interval that contains the true median with a probability of 95 % (order statistics). With fewer than six rounds, the interval is the range of the values and proves little.{large}</p>\
          <h3>Limits of the comparison</h3><ul>\
          <li>Client, osd, store, emulated DMA and the kernel's loopback share this machine's {} CPUs. On real hardware, the osd and the DMA engine have their own processors, and \
@@ -114,9 +114,7 @@ mod tests {
     use super::*;
     use crate::evaluation::bars;
     use crate::evaluation::sample::{Ceiling, CeilingKind, PartUse, Sample, Subsystem};
-    use crate::evaluation::workload::{
-        AccessMode, Case, IN_FLIGHT_SWEEP, MIB, Network, PAPER_SIZES, TestedSystem,
-    };
+    use crate::evaluation::workload::{AccessMode, Case, IN_FLIGHT_SWEEP, MIB, Network, PAPER_SIZES};
     use crate::node::BenchBreakdown;
 
     fn sample(round: u32, case: Case, value: f64) -> Sample {
@@ -156,9 +154,7 @@ mod tests {
             ..Measurements::default()
         };
         for round in 1..=7 {
-            for config in
-                [TestedSystem::Host, TestedSystem::DpuMemcpy, TestedSystem::DpuBf3, TestedSystem::Ceph]
-            {
+            for (config, _) in figures::SYSTEMS {
                 let value = f64::from(round) + config as u32 as f64 * 10.0;
                 found.samples.extend(
                     PAPER_SIZES.map(|size| sample(round, Case::new(config, AccessMode::Write, size), value)),
@@ -218,11 +214,11 @@ mod tests {
         let mut found = some_measurements();
         let section = networks::section(&found);
         assert!(page_of(&found).contains(&section));
-        // Ratios of operations, of all CPU, and of the client's CPU.
+        // Ratios of operations, of all CPU, of the client's CPU, of user and system time, and of wake-ups.
         let ratios = section.matches("<td>2 <small>2–2</small></td>").count();
-        assert_eq!(ratios, 3 * IN_FLIGHT_SWEEP.len());
+        assert_eq!(ratios, 6 * IN_FLIGHT_SWEEP.len());
         for in_flight in IN_FLIGHT_SWEEP {
-            assert_eq!(section.matches(&format!("<th>{in_flight}</th>")).count(), 2);
+            assert_eq!(section.matches(&format!("<th>{in_flight}</th>")).count(), 3);
         }
         found.samples.retain(|s| s.case.network.is_none());
         check_tags(&page_of(&found));
