@@ -171,6 +171,16 @@ impl Backend {
     }
 }
 
+impl Backend {
+    /// Returns the maximum length of a segment of a request, in bytes: the longest transfer of the
+    /// engine, but at most half of the largest staging buffer, so that a request has several segments.
+    fn segment(&self) -> usize {
+        let half = LARGEST_BUFFER / 2;
+        let engine = self.attachment.as_ref().map_or(half, |attachment| attachment.engine().max_transfer());
+        engine.min(half)
+    }
+}
+
 /// Starts the DMA engine of the shard with this number.
 fn start_engine(
     channel: &config::ChannelSection,
@@ -245,6 +255,7 @@ async fn open(common: &ShardCommon, number: u16) -> Result<OpenShard> {
     let osd_config = OsdConfig {
         coding: coding::osd_config(config, common.shards, backend.placement, backend.stripes.clone(), faults),
         segments_in_flight: in_flight,
+        segment: backend.segment(),
         offload,
         store_usage,
         placement: backend.placement,

@@ -88,6 +88,11 @@ impl Submit for Backing {
 }
 
 impl Backing {
+    /// Whether several targets store the objects.
+    pub(crate) fn is_redundant(&self) -> bool {
+        matches!(self.store, BackingStore::Array(_))
+    }
+
     /// Creates a backing from the store of one target.
     pub(crate) fn target(store: Arc<dyn ObjectStore>, name: String) -> Backing {
         Backing::new(BackingStore::Target(store), name)

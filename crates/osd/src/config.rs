@@ -62,6 +62,9 @@ pub struct OsdConfig {
     /// Maximum number of segments of one transfer in flight at a time. With the value 1, the
     /// segments move one after the other. The value may be changed at any time.
     pub segments_in_flight: Arc<AtomicUsize>,
+    /// Maximum length of a segment, in bytes: the longest transfer of the DMA engine. The largest buffer
+    /// of the staging memory is a further limit.
+    pub segment: usize,
     /// Source of the DMA engine's health, which the node's status shows. `None` if the node uses no
     /// DMA engine.
     pub offload: Option<OffloadSource>,
@@ -179,6 +182,7 @@ impl Default for OsdConfig {
             sessions: 4096,
             cached_objects_per_pg: 4096,
             segments_in_flight: Arc::new(AtomicUsize::new(3)),
+            segment: 2 << 20,
             offload: None,
             store_usage: None,
             coding: CodingConfig::default(),

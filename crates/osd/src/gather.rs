@@ -21,22 +21,8 @@ use wire::{BulkDescriptor, BulkDirection, Data, Error, Mutate, Mutation, OpBytes
 
 use crate::backing::Backing;
 use crate::fail::{Fail, StepResult};
+use crate::pull_choice::PullWay;
 use crate::times::Times;
-
-/// Maximum length of a segment, in bytes. The largest buffer of the staging memory is a further
-/// limit.
-pub(crate) const SEGMENT: usize = 2 << 20;
-
-/// Data up to this length, in bytes, is pulled as a whole and sent to the store inside the
-/// transaction. Between osd and store, the write then takes one message in each direction instead
-/// of four. A pipeline of segments has no benefit for a single segment.
-const WHOLE: u64 = 2 << 20;
-/// The limit that replaces [`WHOLE`] while other requests are in progress, in bytes. The other
-/// requests keep network, DMA and drive busy, so a pipeline within each request would only cost CPU
-/// time of the host.
-const WHOLE_IN_COMPANY: u64 = 4 << 20;
-/// Minimum number of requests in progress, including this one, for [`WHOLE_IN_COMPANY`] to apply.
-pub(crate) const COMPANY: u32 = 4;
 
 /// The data of a change, in memory or staged in the store.
 pub(crate) enum Gathered {
@@ -79,8 +65,10 @@ pub(crate) struct Puller<'a> {
     pub(crate) times: &'a Times,
     pub(crate) timeout: Duration,
     pub(crate) segments_in_flight: usize,
-    /// Whether at least [`COMPANY`] requests are in progress.
-    pub(crate) in_company: bool,
+    /// Maximum length of a segment, in bytes.
+    pub(crate) segment: usize,
+    /// How data that fits into one buffer is pulled.
+    pub(crate) way: PullWay,
 }
 
 impl Puller<'_> {
@@ -109,8 +97,7 @@ impl Puller<'_> {
                 if matches!(user, Mutation::Append(_)) {
                     return self.pull_whole(from, len).await.map(Gathered::Memory);
                 }
-                let whole = if self.in_company { WHOLE_IN_COMPANY } else { WHOLE };
-                if len <= whole.min(self.staging.largest() as u64) {
+                if self.way == PullWay::Whole && len <= self.staging.largest() as u64 {
                     return self.pull(from, 0, len as usize, offset).await.map(Gathered::Memory);
                 }
                 self.stage(from, offset, len, store).await.map(Gathered::Staged)
@@ -146,7 +133,8 @@ impl Puller<'_> {
             return Err(Error::BadRequest("the bulk data is too short to be staged".into()).into());
         }
         let stage = StageGuard { store: Rc::clone(store), id: store.stage(staged_len).await? };
-        let step = SEGMENT.min(self.staging.largest()) as u64;
+        // A pipeline has at least two segments.
+        let step = (self.segment as u64).min(staged_len.div_ceil(2));
         let step = (step - step % alignment).max(alignment);
         let mut tail = Bytes::new();
         let mut segments = FuturesUnordered::new();

@@ -59,6 +59,7 @@ mod pool;
 mod pool_table;
 mod pools;
 mod presence;
+mod pull_choice;
 mod query;
 mod read;
 mod rebuilds;

@@ -23,7 +23,6 @@ use wire::{BulkDescriptor, BulkDirection, Error, ObjectName, ObjectReply, Read};
 
 use crate::backing::BackingFuture;
 use crate::fail::{Fail, StepResult, refusal};
-use crate::gather::SEGMENT;
 use crate::object::{ObjectInfo, ObjectState};
 use crate::patience::{PAUSE, longer, patiently};
 use crate::pool::ObjectLocation;
@@ -168,7 +167,7 @@ impl ObjectRead<'_> {
 
     /// Returns the maximum length of a segment, in bytes.
     fn step(&self) -> u64 {
-        SEGMENT.min(self.shard.staging.largest()) as u64
+        self.shard.segment() as u64
     }
 
     /// Requests the first segment from the store: from `start` up to `end`, but at most the maximum

@@ -9,15 +9,17 @@ use messenger::{Connection, ConnectionEvent, Incoming, Listener, Message};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Duration, Instant};
 use wire::{
-    Error, Mutate, Mutated, ObjectReply, ObjectRequest, Reply, ReplyBody, RequestBody, RequestHead, SessionId,
+    Data, Error, Mutate, Mutated, ObjectReply, ObjectRequest, Reply, ReplyBody, RequestBody, RequestHead,
+    SessionId,
 };
 
 use crate::clients::ConnectionId;
-use crate::gather::{COMPANY, Puller};
+use crate::gather::Puller;
 use crate::inflight::{RequestClaim, joined};
 use crate::mutate::Change;
 use crate::osd::{OpeningConnection, Osd};
 use crate::pg::Origin;
+use crate::pull_choice::{ChosenPull, PullWay};
 use crate::request::RequestContext;
 use crate::sessions::AttachmentNumber;
 use crate::shard::Shard;
@@ -317,19 +319,30 @@ impl Shard {
             origin: Some(Origin { session: request.session, seq, acked_through }),
             patience: request.patience(&self.config),
         };
+        let chosen = match &mutate.data {
+            Data::Bulk(from) => {
+                let (len, largest) = (from.len().unwrap_or(0), self.staging.largest() as u64);
+                self.pulls.choose(len, largest, self.requests.now(), place.pg.backing.is_redundant())
+            }
+            Data::None | Data::Inline => None,
+        };
         let puller = Puller {
             connection: &*request.connection,
             staging: &self.staging,
             times: &self.times,
             timeout: self.config.transfer_timeout,
             segments_in_flight: self.config.segments_in_flight(),
-            in_company: self.requests.now() >= COMPANY,
+            segment: self.segment(),
+            way: chosen.as_ref().map_or(PullWay::Whole, ChosenPull::way),
         };
         let gather = async || {
             self.check_parts(&name, &mutate.ops).await?;
             puller.gather(mutate, inline.clone(), &place.pg.backing).await
         };
         let done = change.run(retry, gather).await?;
+        if let Some(chosen) = chosen {
+            self.pulls.done(&chosen);
+        }
         if let Some(manifest) = done.dropped {
             self.drop_parts(name, manifest);
         }

@@ -29,6 +29,7 @@ use crate::pg::Pg;
 use crate::pool::{ActivePool, ObjectLocation};
 use crate::pool_table::PoolTable;
 use crate::presence::SessionPresence;
+use crate::pull_choice::PullChoices;
 use crate::rebuilds::Rebuilds;
 use crate::request_count::RequestCount;
 use crate::scrubs::Scrubs;
@@ -80,6 +81,7 @@ pub(crate) struct Shard {
     pub(crate) requests: RequestCount,
     pub(crate) space: SpaceReclaim,
     pub(crate) times: Times,
+    pub(crate) pulls: PullChoices,
     /// Rate limit of rebuilds and scrubs of the shard.
     pub(crate) pace: Pace,
     pub(crate) rebuilds: Rebuilds,
@@ -151,6 +153,11 @@ fn absent_target(uuid: Uuid, retry: TargetRetry) -> Rc<Target> {
 }
 
 impl Shard {
+    /// Maximum length of a segment of a request, in bytes.
+    pub(crate) fn segment(&self) -> usize {
+        self.config.segment.min(self.staging.largest())
+    }
+
     /// Creates a shard of a node that the first shard has opened. `targets` are the shard's own
     /// stores of the node's targets.
     pub(crate) fn new(
@@ -197,6 +204,7 @@ impl Shard {
             requests: RequestCount::default(),
             space: SpaceReclaim::default(),
             times: Times::new(share.shard()),
+            pulls: PullChoices::new(share.shard()),
             pace,
             rebuilds: Rebuilds::default(),
             scrubs: Scrubs::default(),
