@@ -246,6 +246,8 @@ pub struct Counters {
     pub doorbells: u64,
     /// Chains that failed.
     pub failed: u64,
+    /// Bytes that the CPU copied from a bounce buffer to their destination.
+    pub bounced: u64,
 }
 
 /// Moves bytes between DPU memory and host memory. The osd's process owns the engine.

@@ -18,7 +18,7 @@ use outboard_channel::{
     MemoryAccess, MemoryFds, Transfer, URGENT,
 };
 
-const PATIENCE: Duration = Duration::from_secs(20);
+const PATIENCE: Duration = Duration::from_secs(60);
 
 /// The provider to test, and an address of this machine that it can use.
 fn provider() -> (String, IpAddr) {
@@ -48,9 +48,18 @@ fn engine() -> Arc<OfiEngine> {
 
 fn engine_with(faults: &Faults) -> Arc<OfiEngine> {
     let faults = faults.clone();
-    let attach_timeout = PATIENCE;
-    let options = OfiOptions { provider: provider().0, attach_timeout, faults, ..OfiOptions::default() };
-    with_libfabric(OfiEngine::start(options))
+    start(OfiOptions { faults, ..OfiOptions::default() })
+}
+
+/// An engine whose reads use bounce buffers, as they always do over iWARP.
+fn bouncing_engine_with(faults: &Faults) -> Arc<OfiEngine> {
+    let faults = faults.clone();
+    start(OfiOptions { always_bounce: true, faults, ..OfiOptions::default() })
+}
+
+fn start(options: OfiOptions) -> Arc<OfiEngine> {
+    let (provider, attach_timeout) = (provider().0, PATIENCE);
+    with_libfabric(OfiEngine::start(OfiOptions { provider, attach_timeout, ..options }))
 }
 
 /// Access to memory that the tests use only by copies.
@@ -138,6 +147,15 @@ impl Rig {
 
 #[tokio::test]
 async fn the_engine_passes_the_conformance_suite() {
+    every_check(engine).await;
+}
+
+#[tokio::test]
+async fn the_engine_passes_the_conformance_suite_with_bounce_buffers() {
+    every_check(|| bouncing_engine_with(&Faults::default())).await;
+}
+
+async fn every_check(engine: impl Fn() -> Arc<OfiEngine>) {
     let host = Arc::new(host());
     conformance::run(async || {
         let (engine, there) = (engine(), Arena::shared("there", LEN).unwrap());
@@ -380,10 +398,42 @@ async fn an_engine_refuses_memory_access_meant_for_another_engine() {
 }
 
 #[tokio::test]
+async fn reads_through_bounce_buffers_deliver_every_byte_once() {
+    let host = host();
+    let rig = Rig::with(&host, bouncing_engine_with(&Faults::default()));
+    let (_peer, _bell, region) = rig.attach().await;
+    assert_eq!(rig.copy(&region, 4096).await.result, Ok(()));
+    assert_eq!(rig.engine.counters().bounced, 0, "writes need no bounce buffer");
+    let bytes: Vec<u8> = (0..LEN).map(|at| (at / 100) as u8).collect();
+    assert!(rig.there.copy_in(0, &bytes));
+    // Together, the reads are longer than the buffer, and their lengths do not divide its length.
+    let (mut offset, mut chains) = (0, 0);
+    for len in [1, 63, 64, 4096, 70_000, 1 << 20, 2 << 20, 3, 1_300_000, 900_001, 2 << 20, 5000] {
+        let place = |region: &DmaRegion| DmaAddress { region: region.id(), offset };
+        let transfer = Transfer { src: place(&region), dst: place(&rig.local), len };
+        rig.engine.post(1, Chain { transfers: vec![transfer], tag: Some(1), ring: None }).unwrap();
+        offset += len;
+        chains += 1;
+    }
+    let done = rig.completions(chains).await;
+    assert!(done.iter().all(|chain| chain.result.is_ok()), "{done:?}");
+    let mut here = vec![0; LEN];
+    assert!(rig.here.copy_out(0, &mut here));
+    assert!(here[..offset] == bytes[..offset] && here[offset..].iter().all(|byte| *byte == 0));
+    assert_eq!(rig.engine.counters().bounced, offset as u64);
+}
+
+#[tokio::test]
 async fn injected_faults_have_their_documented_effects() {
+    for start in [engine_with, bouncing_engine_with] {
+        faults_have_their_effects(start).await;
+    }
+}
+
+async fn faults_have_their_effects(engine: fn(&Faults) -> Arc<OfiEngine>) {
     let host = host();
     let faults = Faults::default();
-    let rig = Rig::with(&host, engine_with(&faults));
+    let rig = Rig::with(&host, engine(&faults));
     let (peer, _bell, region) = rig.attach().await;
     let arm = |text: &str| {
         faults.clear();

@@ -38,6 +38,9 @@ pub struct OfiOptions {
     pub max_transfer: usize,
     /// How long the thread polls for more work before it sleeps.
     pub spin: Duration,
+    /// Whether reads always use a bounce buffer, from which the engine's thread copies their data to
+    /// its destination. Over iWARP, reads use a bounce buffer even if this is `false`.
+    pub always_bounce: bool,
     /// Time limit for opening the connections to a peer, when attaching and after a failure.
     pub attach_timeout: Duration,
     /// Faults to inject.
@@ -52,6 +55,7 @@ impl Default for OfiOptions {
             provider: "verbs".to_owned(),
             max_transfer: crate::MAX_TRANSFER,
             spin: Duration::from_micros(10),
+            always_bounce: false,
             attach_timeout: Duration::from_secs(3),
             faults: Faults::default(),
             number: 0,
@@ -79,8 +83,7 @@ impl OfiEngine {
         let library = Library::load()?;
         let configured_max = options.max_transfer.max(LEAST_MAX_TRANSFER);
         let shared = Shared::new(configured_max, options.spin)?;
-        let (faults, timeout) = (options.faults.clone(), options.attach_timeout);
-        let worker = EngineWorker::new(Arc::clone(&shared), library, faults, timeout);
+        let worker = EngineWorker::new(Arc::clone(&shared), library, configured_max, &options);
         let thread = spawn(ThreadClass::Fabric, &options.number.to_string(), move || worker.run())?;
         let OfiOptions { provider, attach_timeout, .. } = options;
         let (next_id, thread) = (AtomicU32::new(0), Mutex::new(Some(thread)));
@@ -264,6 +267,7 @@ unsafe impl DmaEngine for OfiEngine {
             transfers: get(&self.shared.transfers),
             doorbells: get(&self.shared.doorbells),
             failed: get(&self.shared.failed),
+            bounced: get(&self.shared.bounced),
         }
     }
 }

@@ -67,5 +67,5 @@ pub(super) fn damaged_copy(
     let copy = Arena::anonymous(len.max(1))?;
     let copied = copied && copy.copy_in(0, &bytes);
     debug_assert!(copied, "the transfer is inside its memory");
-    Ok(MemoryRegion::register(&port.domain, &copy, Access::Local)?)
+    Ok(MemoryRegion::register(&port.domain, &copy, Access::Outgoing)?)
 }

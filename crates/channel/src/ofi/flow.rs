@@ -72,13 +72,12 @@ impl ActiveChain {
         self.posted.push(PostedTransfer { number, read, complete: false, corrupt });
     }
 
-    /// Handles the completion of a transfer. Returns the transfer, and whether an injected fault
-    /// must damage the data that the transfer has read.
-    pub(super) fn complete(&mut self, number: u64) -> Option<(Transfer, bool)> {
-        let at = self.posted.iter().position(|op| op.number == number)?;
-        let op = &mut self.posted[at];
+    /// Handles the completion of a transfer. Returns whether an injected fault must damage the data
+    /// that the transfer has read.
+    pub(super) fn complete(&mut self, number: u64) -> bool {
+        let Some(op) = self.posted.iter_mut().find(|op| op.number == number) else { return false };
         op.complete = true;
-        Some((self.chain.transfers[at], op.corrupt && op.read))
+        op.corrupt && op.read
     }
 
     /// The time until which a fault delays the chain.

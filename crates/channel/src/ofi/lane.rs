@@ -3,6 +3,7 @@
 
 use fabric::{PostError, RemoteRegion, Slice};
 
+use super::bounce::BounceBuffer;
 use super::hazards::Footprint;
 use super::line::EngineEndpoint;
 
@@ -14,6 +15,10 @@ const PROBE: usize = 8;
 /// One connection and its operations, which are numbered from 1 in posting order.
 pub(super) struct OperationQueue {
     pub(super) line: EngineEndpoint,
+    /// The memory that receives the data of reads, if reads must not write to their destinations
+    /// directly. It is set before the first read. Declared after the endpoint, so that it is
+    /// dropped after it.
+    pub(super) bounce: Option<BounceBuffer>,
     /// Number of the last operation that was posted.
     last: u64,
     /// Number of the last write that was posted.
@@ -31,25 +36,23 @@ struct UnderWay {
     of: Option<(u64, Footprint)>,
 }
 
-/// An operation that has completed.
-pub(super) struct CompletedOperation {
-    pub(super) number: u64,
-    /// The operation's chain; `None` for a read that only confirms writes.
-    pub(super) chain: Option<u64>,
-}
-
 impl OperationQueue {
     pub(super) fn new(line: EngineEndpoint) -> OperationQueue {
-        OperationQueue { line, last: 0, last_write: 0, last_read: 0, confirmed: 0, under_way: Vec::new() }
+        let (last, last_write, last_read, confirmed) = (0, 0, 0, 0);
+        OperationQueue { line, bounce: None, last, last_write, last_read, confirmed, under_way: Vec::new() }
     }
 
     /// Whether an operation that accesses this memory can be posted now.
     pub(super) fn has_room_for(&self, footprint: &Footprint) -> bool {
         let mut earlier = self.under_way.iter().filter_map(|op| op.of.as_ref());
-        self.under_way.len() < WINDOW && !earlier.any(|(_, earlier)| footprint.must_follow(earlier))
+        let bounce = self.bounce.as_ref().filter(|_| footprint.read);
+        self.under_way.len() < WINDOW
+            && bounce.is_none_or(|buffer| buffer.has_room_for(footprint.remote.len()))
+            && !earlier.any(|(_, earlier)| footprint.must_follow(earlier))
     }
 
-    /// Posts one transfer of the chain `chain`, and returns the transfer's operation number.
+    /// Posts one transfer of the chain `chain`, and returns the transfer's operation number. If the
+    /// connection has a bounce buffer, a read moves its data there instead of to `local`.
     pub(super) fn post(
         &mut self,
         chain: u64,
@@ -60,7 +63,16 @@ impl OperationQueue {
         let number = self.last + 1;
         let remote = memory.slice(footprint.remote.start, footprint.remote.len())?;
         if footprint.read {
-            self.line.endpoint.read(local, remote, number)?;
+            match &mut self.bounce {
+                None => self.line.endpoint.read(local, remote, number)?,
+                Some(buffer) => {
+                    let slot = buffer.reserve(number, footprint.remote.len())?.ok_or(PostError::Full)?;
+                    if let Err(e) = self.line.endpoint.read(slot, remote, number) {
+                        buffer.cancel(number);
+                        return Err(e);
+                    }
+                }
+            }
             self.last_read = number;
         } else {
             self.line.endpoint.write(local, remote, number)?;
@@ -90,15 +102,15 @@ impl OperationQueue {
         Ok(())
     }
 
-    /// Handles the successful completion of a read or a write. Returns `None` if the operation is
-    /// not known.
-    pub(super) fn complete(&mut self, number: u64, read: bool) -> Option<CompletedOperation> {
+    /// Handles the successful completion of a read or a write. Returns the operation's chain and
+    /// footprint. Returns `None` if the operation only confirms writes or is not known.
+    pub(super) fn complete(&mut self, number: u64) -> Option<(u64, Footprint)> {
         let at = self.under_way.iter().position(|op| op.number == number)?;
         let UnderWay { of, .. } = self.under_way.swap_remove(at);
-        if read {
+        if of.as_ref().is_none_or(|(_, footprint)| footprint.read) {
             self.confirmed = self.confirmed.max(number);
         }
-        Some(CompletedOperation { number, chain: of.map(|(chain, _)| chain) })
+        of
     }
 }
 

@@ -18,10 +18,13 @@
 //! carries the offer's secret. Dropping the grant closes the connections and then ends the
 //! registration.
 //!
-//! **Access rights.** The osd's memory is registered only for the osd's own operations. The store's
-//! process can only send messages of 16 bytes to the osd. iWARP would break this rule
-//! ([`fabric::Info::exposes_local_memory`]), so the engine refuses iWARP. The osd can read and
-//! write only the granted memory.
+//! **Access rights.** The osd can read and write only the granted memory. The store's process can
+//! only send messages of 16 bytes to the osd: the osd's memory is registered only for the osd's own
+//! operations. Over iWARP, however, a peer can write to memory that receives the data of a read
+//! ([`fabric::Info::exposes_local_memory`]). There, reads move their data into a bounce buffer
+//! (module `bounce`), and the engine's thread copies it to its destination. The osd's memory is then
+//! registered only as the source of writes. The rights protect the memory, not its keys: the driver
+//! of a `verbs` device chooses the keys, and some drivers choose keys that a peer can guess.
 //!
 //! **Order.** A doorbell is a message. The engine sends it after the writes that it announces, on
 //! the same endpoint as these writes. The engine requests `FI_ORDER_SAW` for its endpoints.
@@ -48,6 +51,7 @@
 //! in `main`.
 
 mod alarm;
+mod bounce;
 mod credits;
 mod engine;
 mod faults;

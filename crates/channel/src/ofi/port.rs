@@ -13,7 +13,8 @@ use crate::Result;
 /// Maximum number of events that one poll takes.
 const EVENTS: usize = 64;
 
-/// The device's libfabric objects, and scratch memory for the reads that confirm writes.
+/// The device's libfabric objects, and scratch memory for the reads that confirm writes. Over iWARP,
+/// the peer can write to the scratch memory. No code uses its content.
 pub(super) struct EngineDomain {
     pub(super) completions: CompletionQueue,
     pub(super) events: EventQueue,
@@ -27,7 +28,7 @@ impl EngineDomain {
         let fabric = Fabric::open(&info)?;
         let domain = Domain::open(&fabric, info)?;
         let completions = CompletionQueue::open(&domain, depth)?;
-        let scratch = MemoryRegion::register(&domain, &Arena::anonymous(4096)?, Access::Local)?;
+        let scratch = MemoryRegion::register(&domain, &Arena::anonymous(4096)?, Access::ReadSink)?;
         Ok(EngineDomain { events: EventQueue::open(&fabric)?, completions, scratch, domain })
     }
 

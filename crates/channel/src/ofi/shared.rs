@@ -36,6 +36,7 @@ pub(super) struct Shared {
     pub(super) transfers: AtomicU64,
     pub(super) doorbells: AtomicU64,
     pub(super) failed: AtomicU64,
+    pub(super) bounced: AtomicU64,
 }
 
 /// One queue, into which callers put items for the thread.
@@ -83,6 +84,7 @@ impl Shared {
             transfers: AtomicU64::new(0),
             doorbells: AtomicU64::new(0),
             failed: AtomicU64::new(0),
+            bounced: AtomicU64::new(0),
         }))
     }
 

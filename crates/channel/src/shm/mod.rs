@@ -388,6 +388,7 @@ unsafe impl DmaEngine for ShmEngine {
             transfers: get(&self.shared.transfers),
             doorbells: get(&self.shared.doorbells),
             failed: get(&self.shared.failed),
+            bounced: 0,
         }
     }
 }

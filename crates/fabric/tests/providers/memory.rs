@@ -151,12 +151,13 @@ fn remote_accesses_with_wrong_keys_or_ranges_are_refused() {
 fn accesses_that_a_region_is_not_registered_for_are_refused() {
     let mut pair = Pair::new();
     let good = pair.server.region(LEN, Access::Remote);
-    let [readable, writable, messages] = [Access::RemoteRead, Access::RemoteWrite, Access::Messages]
-        .map(|access| pair.server.region(4096, access));
-    let mut refused = vec![(&readable, false), (&messages, false)];
+    let [readable, writable, messages, outgoing] =
+        [Access::RemoteRead, Access::RemoteWrite, Access::Messages, Access::Outgoing]
+            .map(|access| pair.server.region(4096, access));
+    let mut refused = vec![(&readable, false), (&messages, false), (&outgoing, false)];
     // The driver siw sends any registered memory, even if it is not registered for reading.
     if !pair.to_server.exposes_local_memory() {
-        refused.extend([(&writable, true), (&messages, true)]);
+        refused.extend([(&writable, true), (&messages, true), (&outgoing, true)]);
     }
     for (region, read) in refused {
         must_be_refused(region.remote(), read, &mut pair, &good);

@@ -137,7 +137,7 @@ impl EngineWorker {
         let peer = self.peers.get_mut(&id).ok_or("the peer is not attached")?;
         let lane = peer.lanes.get_mut(queue).ok_or("there is no connection to the peer")?;
         let local = self.locals.get(&footprint.local.0).and_then(|local| local.registered.as_ref());
-        let local = local.ok_or("the memory could not be registered")?;
+        let local = &local.ok_or("the memory could not be registered")?.region;
         if !lane.has_room_for(&footprint) {
             return Ok(false);
         }

@@ -11,7 +11,7 @@ use std::time::Duration;
 use base::clock::Instant;
 use base::collections::HashMap;
 use base::fault::{Action, Faults, Site};
-use base::mem::OutsideAccess;
+use base::mem::{DeviceMemory, OutsideAccess};
 use fabric::{
     Access, Completion, Endpoint, EndpointAddress, EndpointQueues, FabricEvent, Info, Library, MemoryRegion,
     Operation,
@@ -19,17 +19,19 @@ use fabric::{
 use tokio::sync::oneshot;
 
 use super::alarm::wait_for;
+use super::bounce::BounceBuffer;
 use super::faults::damage;
 use super::flow::{ActiveChain, Flow};
 use super::greeting::Greeting;
+use super::hazards::Footprint;
 use super::lane::{OperationQueue, WINDOW};
 use super::line::{self, EngineEndpoint};
 use super::port::{EngineDomain, query};
 use super::rung::Rung;
 use super::shared::{OfiCommand, OfiItem, Shared};
-use super::{OfiOffer, QUEUES};
+use super::{OfiOffer, OfiOptions, QUEUES};
 use crate::dma::{ChainFailure, PeerId, QueueId};
-use crate::{ChannelError, DmaAddress, RegionId, Result};
+use crate::{ChannelError, RegionId, Result};
 use base::spinner::Spinner;
 
 /// Size of the completion queue. It has room for the current peer and one peer that is still being
@@ -43,8 +45,16 @@ const RETRY: Duration = Duration::from_millis(1);
 /// Memory of this process that a caller has registered.
 struct Local {
     /// `None` while no network device is open, or if the registration failed.
-    registered: Option<MemoryRegion>,
+    registered: Option<RegisteredLocal>,
     memory: OutsideAccess,
+}
+
+/// The registration of local memory with the network device.
+struct RegisteredLocal {
+    region: MemoryRegion,
+    /// The memory's bytes, for copies from bounce buffers. `None` if the device writes to the
+    /// memory.
+    bytes: Option<DeviceMemory>,
 }
 
 /// A store's process that the engine is attached to.
@@ -82,6 +92,10 @@ pub(super) struct EngineWorker {
     library: Library,
     faults: Faults,
     connect_timeout: Duration,
+    /// The maximum length of a transfer, in bytes.
+    max_transfer: usize,
+    /// Whether reads use bounce buffers even if the provider does not expose local memory.
+    always_bounce: bool,
     flows: [Flow; QUEUES],
     /// Items that must wait until their queue has no chain in progress.
     held: [Option<OfiItem>; QUEUES],
@@ -96,20 +110,24 @@ pub(super) struct EngineWorker {
     running: bool,
     bytes_metric: metrics::Counter,
     transfers_metric: metrics::Counter,
+    bounced_metric: metrics::Counter,
 }
 
 impl EngineWorker {
+    /// Creates the worker of an engine whose transfers have at most `max_transfer` bytes.
     pub(super) fn new(
         shared: Arc<Shared>,
         library: Library,
-        faults: Faults,
-        connect_timeout: Duration,
+        max_transfer: usize,
+        options: &OfiOptions,
     ) -> EngineWorker {
         EngineWorker {
             shared,
             library,
-            faults,
-            connect_timeout,
+            faults: options.faults.clone(),
+            connect_timeout: options.attach_timeout,
+            max_transfer,
+            always_bounce: options.always_bounce,
             flows: Default::default(),
             held: Default::default(),
             peers: HashMap::default(),
@@ -121,6 +139,7 @@ impl EngineWorker {
             running: true,
             bytes_metric: metrics::counter!("outboard_channel_dma_bytes"),
             transfers_metric: metrics::counter!("outboard_channel_dma_transfers"),
+            bounced_metric: metrics::counter!("outboard_channel_dma_bounced_bytes"),
         }
     }
 
@@ -185,7 +204,12 @@ impl EngineWorker {
             worked = true;
             match command {
                 OfiCommand::Local(id, memory) => {
-                    let registered = self.port.as_ref().and_then(|port| register(port, &memory));
+                    let registered = self.port.as_ref().and_then(|port| {
+                        let registered = register(port, &memory, self.bounces(port.domain.info()));
+                        registered
+                            .inspect_err(|e| tracing::error!("DPU memory cannot be registered: {e}"))
+                            .ok()
+                    });
                     self.locals.insert(id, Local { registered, memory });
                 }
                 OfiCommand::Attach { id, offer, rung, reply } => {
@@ -213,17 +237,18 @@ impl EngineWorker {
         worked
     }
 
+    /// Whether reads must use bounce buffers: the provider lets peers write to the memory that
+    /// receives the data of reads, or the options request it.
+    fn bounces(&self, info: &Info) -> bool {
+        self.always_bounce || info.exposes_local_memory()
+    }
+
     /// Starts to connect to a peer. Opens the device again if necessary.
     fn connect(&mut self, id: PeerId) -> Result<()> {
         let Some(peer) = self.peers.get_mut(&id) else { return Ok(()) };
         peer.attempt += 1;
         let (offer, attempt) = (peer.offer.clone(), peer.attempt);
         let info = query(self.library, &offer.provider, EndpointAddress::Connect(offer.address))?;
-        if info.exposes_local_memory() {
-            let what =
-                "over iWARP the store's process could write all DPU memory; use RoCE or InfiniBand, or tcp";
-            return Err(ChannelError::Refused(what.to_owned()));
-        }
         self.open_port(&info, &offer)?;
         let port = self.port.as_ref().ok_or_else(|| ChannelError::protocol("no network device is open"))?;
         let mut lanes = Vec::with_capacity(QUEUES);
@@ -283,9 +308,9 @@ impl EngineWorker {
         self.close_port();
         let target = EndpointAddress::Connect(offer.address);
         let port = EngineDomain::open(query(self.library, &offer.provider, target)?, DEPTH)?;
+        let bounces = self.bounces(info);
         for local in self.locals.values_mut() {
-            let registered = MemoryRegion::register_outside(&port.domain, &local.memory, Access::Local)?;
-            local.registered = Some(registered);
+            local.registered = Some(register(&port, &local.memory, bounces)?);
         }
         self.port = Some(port);
         Ok(())
@@ -359,13 +384,24 @@ impl EngineWorker {
     }
 
     fn connected(&mut self, endpoint: u64) {
-        let max = self.port.as_ref().map_or(0, |port| port.domain.info().max_msg_size());
-        let Some(peer) = self.peers.get_mut(&peer_of(endpoint)) else { return };
+        let Some(port) = &self.port else { return };
+        let bounces = self.bounces(port.domain.info());
+        let id = peer_of(endpoint);
+        let Some(peer) = self.peers.get_mut(&id) else { return };
         let Some(lane) = peer.lanes.get_mut(queue_of(endpoint)) else { return };
         lane.line.established = true;
-        if peer.lanes.iter().all(|lane| lane.line.established)
-            && let PeerState::Connecting(_, Some(reply)) = std::mem::replace(&mut peer.state, PeerState::Up)
-        {
+        if !peer.lanes.iter().all(|lane| lane.line.established) {
+            return;
+        }
+        // Buffers are allocated only now, because attempts to connect may fail often.
+        for lane in peer.lanes.iter_mut().filter(|_| bounces) {
+            match BounceBuffer::open(&port.domain, self.max_transfer) {
+                Ok(buffer) => lane.bounce = Some(buffer),
+                Err(e) => return self.lose(id, &format!("no bounce buffer: {e}"), Tell::Always),
+            }
+        }
+        let max = port.domain.info().max_msg_size();
+        if let PeerState::Connecting(_, Some(reply)) = std::mem::replace(&mut peer.state, PeerState::Up) {
             // The caller may have been cancelled; the peer is then being detached.
             let _ = reply.send(Ok(max));
         }
@@ -385,26 +421,37 @@ impl EngineWorker {
                 Err(e) => self.lose(id, &e.to_string(), Tell::Always),
             },
             Operation::Send => lane.line.sent(completion),
-            operation => {
-                let done = lane.complete(completion.token, operation == Operation::Read);
-                let Some(done) = done else { return };
-                let work = done.chain.and_then(|chain| self.flows[queue].get(chain));
-                if let Some((transfer, corrupt)) = work.and_then(|work| work.complete(done.number)) {
-                    let DmaAddress { region, offset } = transfer.dst;
-                    if corrupt
-                        && let Some(local) = self.locals.get(&region)
-                        && let Err(e) = damage(&local.memory, offset, transfer.len)
-                    {
-                        tracing::error!("an injected fault could not damage the data: {e}");
-                    }
-                    let len = transfer.len as u64;
-                    self.shared.bytes.fetch_add(len, Ordering::Relaxed);
-                    self.shared.transfers.fetch_add(1, Ordering::Relaxed);
-                    self.bytes_metric.increment(len);
-                    self.transfers_metric.increment(1);
-                }
-            }
+            Operation::Read | Operation::Write => self.moved(id, queue, completion.token),
         }
+    }
+
+    /// Handles the successful completion of a read or a write with this operation number.
+    fn moved(&mut self, id: PeerId, queue: QueueId, number: u64) {
+        let Some(peer) = self.peers.get_mut(&id) else { return };
+        let Some(lane) = peer.lanes.get_mut(queue) else { return };
+        let Some((chain, footprint)) = lane.complete(number) else { return };
+        let Footprint { read, local: (region, range), .. } = footprint;
+        let Some(work) = self.flows[queue].get(chain) else { return };
+        let local = self.locals.get(&region);
+        if read && let Some(buffer) = &mut lane.bounce {
+            let bytes = local.and_then(|local| local.registered.as_ref()?.bytes.as_ref());
+            if !bytes.is_some_and(|bytes| buffer.deliver(number, bytes, range.clone())) {
+                return self.lose(id, "the destination of a read is not registered", Tell::Always);
+            }
+            self.shared.bounced.fetch_add(range.len() as u64, Ordering::Relaxed);
+            self.bounced_metric.increment(range.len() as u64);
+        }
+        if work.complete(number)
+            && let Some(local) = local
+            && let Err(e) = damage(&local.memory, range.start, range.len())
+        {
+            tracing::error!("an injected fault could not damage the data: {e}");
+        }
+        let len = range.len() as u64;
+        self.shared.bytes.fetch_add(len, Ordering::Relaxed);
+        self.shared.transfers.fetch_add(1, Ordering::Relaxed);
+        self.bytes_metric.increment(len);
+        self.transfers_metric.increment(1);
     }
 
     /// Closes the connections to a peer and fails the peer's chains. After that, none of its
@@ -507,9 +554,14 @@ impl EngineWorker {
     }
 }
 
-fn register(port: &EngineDomain, memory: &OutsideAccess) -> Option<MemoryRegion> {
-    let registered = MemoryRegion::register_outside(&port.domain, memory, Access::Local);
-    registered.inspect_err(|e| tracing::error!("DPU memory cannot be registered: {e}")).ok()
+/// Registers local memory with the network device. If reads use bounce buffers, the device and the
+/// peers get no right to write to the memory.
+fn register(port: &EngineDomain, memory: &OutsideAccess, bounces: bool) -> Result<RegisteredLocal> {
+    let access = if bounces { Access::Outgoing } else { Access::Local };
+    let region = MemoryRegion::register_outside(&port.domain, memory, access)?;
+    let (_, len) = memory.arena().as_raw();
+    let bytes = bounces.then(|| memory.for_device(0..len)).transpose()?;
+    Ok(RegisteredLocal { region, bytes })
 }
 
 /// The token of an endpoint, made of peer and queue.
