@@ -19,7 +19,7 @@ use common::load::{
 };
 use common::{
     Node, Path, by_ofi, child_process, fabric, make_collection, node_of, node_with, offering, ofi_engine,
-    options, target,
+    options, scaled, target,
 };
 use outboard_proxy::{
     Attachment, AttachmentOptions, AttachmentStatus, Server, ServerOptions, StoreEndpoint, StoreListener,
@@ -32,7 +32,12 @@ const PATHS: [Path; 2] = [Path::Ofi, Path::OfiTcp];
 
 /// Options with longer time limits, because transfers over an emulated network are slow.
 fn patient(faults: &Faults) -> AttachmentOptions {
-    AttachmentOptions { overdue: Duration::from_millis(600), ..watched(faults) }
+    AttachmentOptions { overdue: scaled(Duration::from_millis(600)), ..watched(faults) }
+}
+
+/// The part of a fault's text that delays a transfer by this time, scaled.
+fn late(ms: u64) -> String {
+    format!("late={}ms", scaled(Duration::from_millis(ms)).as_millis())
 }
 
 async fn every_case(path: Path) {
@@ -83,7 +88,7 @@ async fn dma_recovers_from_a_failed_transfer() {
 
 #[tokio::test]
 async fn dma_recovers_from_a_transfer_that_completes_late() {
-    goes_wrong("dma.transfer=stall,late=1500ms,after=20,count=1", Site::DmaTransfer).await;
+    goes_wrong(&format!("dma.transfer=stall,{},after=20,count=1", late(1500)), Site::DmaTransfer).await;
 }
 
 #[tokio::test]
@@ -145,7 +150,7 @@ async fn dma_recovers_from_random_faults_of_every_kind() {
         "dma.transfer=stall,late=30ms,probability=0.02",
         "dma.transfer=corrupt,probability=0.01",
         "dma.doorbell=drop,probability=0.01",
-        "dma.transfer=stall,late=900ms,probability=0.005",
+        &format!("dma.transfer=stall,{},probability=0.005", late(900)),
     ]
     .into_iter()
     .enumerate()
@@ -248,7 +253,7 @@ fn child_process_that_ends_attachments() {
                 before = Some(held());
             }
         }
-        let deadline = Instant::now() + Duration::from_secs(5);
+        let deadline = Instant::now() + scaled(Duration::from_secs(5));
         while Some(held()) != before {
             assert!(
                 Instant::now() < deadline,

@@ -8,7 +8,7 @@ use outboard_proxy::{AttachmentOptions, AttachmentStatus};
 use store::{MemStore, ObjectStore, Op, StoreCalls, StoreError, WriteSource};
 use wire::OffloadState;
 
-use super::{Node, Path, cid, make_collection, node_of, oid, options, pattern, payload, transaction};
+use super::{Node, Path, cid, make_collection, node_of, oid, options, pattern, payload, scaled, transaction};
 
 pub const MIB: usize = 1 << 20;
 
@@ -77,7 +77,7 @@ pub async fn load(
                 (Arc::clone(&node.store), Arc::clone(&until), attachment.clone());
             tokio::spawn(async move {
                 let (mut round, mut operations) = (0u64, 0);
-                let deadline = Instant::now() + Duration::from_secs(30);
+                let deadline = Instant::now() + scaled(Duration::from_secs(30));
                 while round < 3 || !until(&attachment.status()) {
                     assert!(
                         Instant::now() < deadline,
@@ -128,7 +128,7 @@ pub async fn is_whole(node: &Node) {
     let status = node.attachment.status();
     assert_eq!((status.incarnations, status.last_failure), (1, None), "the attachment survived the faults");
     // On a busy machine a transfer may be overdue without any fault.
-    let deadline = Instant::now() + Duration::from_secs(20);
+    let deadline = Instant::now() + scaled(Duration::from_secs(20));
     loop {
         let before = node.attachment.engine().counters().bytes;
         put(&node.store, 99, 1, MIB).await;

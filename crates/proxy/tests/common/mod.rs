@@ -52,6 +52,13 @@ pub fn fabric() -> (String, IpAddr) {
     (provider.to_owned(), address.parse().expect("OUTBOARD_TEST_FABRIC must contain an IP address"))
 }
 
+/// Returns `time`, or a multiple of it if the tests use an RDMA device: the machine with this device
+/// is usually emulated and slow (tests/rdma). Use it for time limits, and for delays that must exceed
+/// them.
+pub fn scaled(time: Duration) -> Duration {
+    if fabric().0 == "verbs" { 3 * time } else { time }
+}
+
 /// Starts an engine `ofi` with these options and the provider to test.
 ///
 /// # Panics
@@ -63,7 +70,7 @@ pub fn ofi_engine(options: OfiOptions) -> Arc<OfiEngine> {
 
 /// Returns these options with an engine `ofi`.
 pub fn by_ofi(options: AttachmentOptions) -> AttachmentOptions {
-    let (faults, attach_timeout) = (options.faults.clone(), Duration::from_secs(10));
+    let (faults, attach_timeout) = (options.faults.clone(), scaled(Duration::from_secs(10)));
     let engine = ofi_engine(OfiOptions { attach_timeout, faults, ..OfiOptions::default() });
     AttachmentOptions { engine: Some(engine), ..options }
 }
@@ -103,7 +110,7 @@ pub fn options() -> AttachmentOptions {
             pool_len: 16 << 20,
             largest_buffer: 4 << 20,
         },
-        wait_for_store: Duration::from_secs(10),
+        wait_for_store: scaled(Duration::from_secs(10)),
         ..AttachmentOptions::default()
     }
 }
