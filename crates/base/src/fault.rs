@@ -24,29 +24,50 @@ const MAX_ARMED: usize = 64;
 /// Default delay of a stalled operation.
 const LATE: Duration = Duration::from_millis(500);
 
-/// A place in the code where a fault can be injected.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Site {
+/// Defines the sites in one table: the name of each site, its possible actions, and the condition
+/// under which the code reaches the site (`""` if there is no special condition).
+macro_rules! sites {
+    ($($(#[$doc:meta])* $site:ident: $name:literal, $actions:expr, $condition:literal;)*) => {
+        /// A place in the code where a fault can be injected.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+        pub enum Site {
+            $($(#[$doc])* $site,)*
+        }
+
+        impl Site {
+            /// All sites.
+            pub const ALL: &[Site] = &[$(Site::$site),*];
+
+            fn properties(self) -> (&'static str, &'static [&'static str], &'static str) {
+                match self {
+                    $(Site::$site => ($name, &$actions, $condition),)*
+                }
+            }
+        }
+    };
+}
+
+sites! {
     /// One transfer of the DMA engine.
-    DmaTransfer,
+    DmaTransfer: "dma.transfer", ["fail", "stall", "corrupt"], "";
     /// The doorbell that the engine rings on the host.
-    DmaDoorbell,
+    DmaDoorbell: "dma.doorbell", ["drop"], "";
     /// The device of a DMA engine that reaches its peer over a network. Checked once per iteration
     /// of the loop of the engine's thread.
-    DmaDevice,
+    DmaDevice: "dma.device", ["fail"], "engine ofi only";
     /// The doorbell that the store rings on the DPU.
-    StoreDoorbell,
+    StoreDoorbell: "store.doorbell", ["drop"], "";
     /// The device through which the store's process offers memory over a network. Checked once per
     /// iteration of the loop of the device's thread.
-    StoreDevice,
+    StoreDevice: "store.device", ["fail"], "engine ofi only";
     /// A call that the store's process receives.
-    StoreCall,
+    StoreCall: "store.call", ["kill"], "";
     /// A reply that the osd's process receives.
-    OsdReply,
+    OsdReply: "osd.reply", ["kill"], "";
     /// One erasure-coding task, on any processor or device.
-    EcOffload,
+    EcOffload: "ec.offload", ["fail", "stall"], "";
     /// A write to a target's drive, or a flush.
-    DriveWrite,
+    DriveWrite: "drive.write", ["fail"], "";
 }
 
 /// Effect of a fault.
@@ -64,24 +85,30 @@ pub enum Action {
     Kill,
 }
 
-/// The sites, their names, and the actions that are possible at each site.
-const SITES: [(Site, &str, &[&str]); 9] = [
-    (Site::DmaTransfer, "dma.transfer", &["fail", "stall", "corrupt"]),
-    (Site::DmaDoorbell, "dma.doorbell", &["drop"]),
-    (Site::DmaDevice, "dma.device", &["fail"]),
-    (Site::StoreDoorbell, "store.doorbell", &["drop"]),
-    (Site::StoreDevice, "store.device", &["fail"]),
-    (Site::StoreCall, "store.call", &["kill"]),
-    (Site::OsdReply, "osd.reply", &["kill"]),
-    (Site::EcOffload, "ec.offload", &["fail", "stall"]),
-    (Site::DriveWrite, "drive.write", &["fail"]),
-];
-
 impl Site {
     /// Returns the site's name in the text form of a fault.
     #[must_use]
     pub fn name(self) -> &'static str {
-        SITES.iter().find(|(site, ..)| *site == self).map_or("", |(_, name, _)| name)
+        self.properties().0
+    }
+
+    /// Returns the names of the actions that are possible at the site.
+    #[must_use]
+    pub fn actions(self) -> &'static [&'static str] {
+        self.properties().1
+    }
+
+    /// Returns the condition under which the code reaches the site, for display; `None` if there is
+    /// no special condition.
+    #[must_use]
+    pub fn condition(self) -> Option<&'static str> {
+        Some(self.properties().2).filter(|condition| !condition.is_empty())
+    }
+
+    /// Lists all sites with their actions, each as `SITE=ACTION|ACTION`, separated by commas.
+    fn list() -> String {
+        let site = |site: &Site| format!("{}={}", site.name(), site.actions().join("|"));
+        Site::ALL.iter().map(site).collect::<Vec<_>>().join(", ")
     }
 }
 
@@ -119,7 +146,8 @@ pub struct Fault {
 /// Why a fault cannot be parsed or armed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "{what}; a fault is SITE=ACTION[,after=N][,count=N][,probability=P][,late=TIMEms][,seed=N], with dma.transfer=fail|stall|corrupt, dma.doorbell=drop, dma.device=fail, store.doorbell=drop, store.device=fail, store.call=kill, osd.reply=kill, ec.offload=fail|stall, drive.write=fail"
+    "{what}; a fault is SITE=ACTION[,after=N][,count=N][,probability=P][,late=TIMEms][,seed=N], with {sites}",
+    sites = Site::list()
 )]
 pub struct FaultError {
     what: String,
@@ -135,11 +163,11 @@ impl FromStr for Fault {
             .next()
             .and_then(|first| first.split_once('='))
             .ok_or_else(|| error(format!("{text:?} is not a fault")))?;
-        let (site, _, possible) = SITES
+        let site = *Site::ALL
             .iter()
-            .find(|(_, name, _)| *name == site)
+            .find(|known| known.name() == site)
             .ok_or_else(|| error(format!("there is no fault site {site:?}")))?;
-        if !possible.contains(&action) {
+        if !site.actions().contains(&action) {
             return Err(error(format!("the action {action:?} is not possible at {}", site.name())));
         }
         let action = match action {
@@ -149,7 +177,7 @@ impl FromStr for Fault {
             "drop" => Action::Drop,
             _ => Action::Kill,
         };
-        let mut fault = Fault { site: *site, action, after: 0, count: None, probability: 1.0, seed: 0 };
+        let mut fault = Fault { site, action, after: 0, count: None, probability: 1.0, seed: 0 };
         for part in parts {
             fault
                 .option(part)
@@ -343,6 +371,18 @@ mod tests {
             "dma.transfer=fail,x=1",
         ] {
             assert!(text.parse::<Fault>().is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn every_action_of_every_site_can_be_armed_and_errors_list_all_sites() {
+        let listed = "nowhere".parse::<Fault>().unwrap_err().to_string();
+        for site in Site::ALL {
+            for action in site.actions() {
+                let fault: Fault = format!("{}={action}", site.name()).parse().unwrap();
+                assert_eq!((fault.site, fault.action.name()), (*site, *action));
+            }
+            assert!(listed.contains(&format!("{}={}", site.name(), site.actions().join("|"))), "{listed}");
         }
     }
 

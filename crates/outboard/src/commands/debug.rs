@@ -29,14 +29,7 @@ const PAUSE: Duration = Duration::from_millis(100);
 #[derive(Debug, Clone, Subcommand)]
 pub enum DebugCommand {
     /// Arm a fault in a running node
-    ///
-    /// FAULT is SITE=ACTION[,after=N][,count=N][,probability=P][,late=TIMEms][,seed=N]. The sites
-    /// and their actions are: dma.transfer (fail, stall, corrupt), dma.doorbell (drop), dma.device
-    /// (fail; engine ofi only), store.doorbell (drop), store.device (fail; engine ofi only),
-    /// store.call (kill), osd.reply (kill), drive.write (fail), ec.offload (fail, stall). The fault
-    /// skips the first N occasions (after). Then it fires with the given probability (default:
-    /// always), at most N times (count; default: no limit). A restart of the role disarms the
-    /// fault. No armed fault makes the node lose an acknowledged change.
+    #[command(long_about = fault_help())]
     #[command(after_help = "Examples:\n  \
         outboard debug fault dma.transfer=fail,after=100,count=1\n  \
         outboard debug fault dma.transfer=stall,late=500ms,probability=0.01\n  \
@@ -55,6 +48,23 @@ pub enum DebugCommand {
     /// Disarm all faults
     Clear,
     Tune(TuneArgs),
+}
+
+/// The help of `debug fault`, with all sites.
+fn fault_help() -> String {
+    let site = |site: &Site| {
+        let condition = site.condition().map(|condition| format!("; {condition}")).unwrap_or_default();
+        format!("{} ({}{condition})", site.name(), site.actions().join(", "))
+    };
+    let sites = Site::ALL.iter().map(site).collect::<Vec<_>>().join(", ");
+    format!(
+        "Arm a fault in a running node\n\n\
+         FAULT is SITE=ACTION[,after=N][,count=N][,probability=P][,late=TIMEms][,seed=N]. The sites \
+         and their actions are: {sites}. The fault skips the first N occasions (after). Then it fires \
+         with the given probability (default: always), at most N times (count; default: no limit). A \
+         restart of the role disarms the fault. No armed fault makes the node lose an acknowledged \
+         change."
+    )
 }
 
 /// Switch mechanisms of the host-DPU channel off, to measure their benefit
@@ -116,11 +126,9 @@ pub fn run(command: DebugCommand, node: &NodeArgs) -> Result<()> {
             let role = match fault.site {
                 Site::StoreDoorbell | Site::StoreDevice | Site::StoreCall => Role::Store,
                 Site::DriveWrite => roles(node)?[0],
-                Site::DmaTransfer
-                | Site::DmaDoorbell
-                | Site::DmaDevice
-                | Site::OsdReply
-                | Site::EcOffload => Role::Osd,
+                // In host placement, one process has this site of the osd too.
+                Site::EcOffload => *roles(node)?.last().unwrap_or(&Role::Osd),
+                Site::DmaTransfer | Site::DmaDoorbell | Site::DmaDevice | Site::OsdReply => Role::Osd,
             };
             ask(role, node, &DebugRequest::Arm(fault.to_string())).map(drop)
         }
@@ -225,5 +233,24 @@ pub fn ask(role: Role, node: &NodeArgs, request: &DebugRequest) -> Result<DebugA
     match answer.error {
         Some(why) => Err(Failure::new(doing, why)),
         None => Ok(answer),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_help_of_debug_fault_names_all_sites_and_their_actions() {
+        let mut debug = DebugCommand::augment_subcommands(clap::Command::new("debug"));
+        let fault = debug.find_subcommand_mut("fault").unwrap();
+        let help = fault.render_long_help().to_string().split_whitespace().collect::<Vec<_>>().join(" ");
+        for site in Site::ALL {
+            let named = format!("{} ({}", site.name(), site.actions().join(", "));
+            assert!(help.contains(&named), "{named} is missing: {help}");
+        }
+        assert!(help.starts_with("Arm a fault in a running node FAULT is SITE=ACTION"), "{help}");
+        let about = debug.find_subcommand("fault").unwrap().get_about().unwrap().to_string();
+        assert_eq!(about, "Arm a fault in a running node");
     }
 }
