@@ -64,6 +64,8 @@ sites! {
     StoreCall: "store.call", ["kill"], "";
     /// A reply that the osd's process receives.
     OsdReply: "osd.reply", ["kill"], "";
+    /// One completion of a path over libfabric: a packet has arrived, or an operation has ended.
+    MessengerPath: "messenger.path", ["fail", "stall", "drop"], "connections over libfabric only";
     /// One erasure-coding task, on any processor or device.
     EcOffload: "ec.offload", ["fail", "stall"], "";
     /// A write to a target's drive, or a flush.

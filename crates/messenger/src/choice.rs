@@ -6,6 +6,8 @@ use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use base::fault::Faults;
+
 use crate::transport::ofi::{Ofi, OfiConfig, ReceiveQueueKind};
 use crate::transport::tcp::Tcp;
 use crate::{ConnectionConfig, MessengerError, NetworkStack, Path, Result, TcpStack};
@@ -143,6 +145,8 @@ pub struct StackOptions {
     pub spin: Duration,
     /// Time for which a failed path is not used.
     pub cool_down: Duration,
+    /// Faults to inject into the paths.
+    pub faults: Faults,
 }
 
 impl Default for StackOptions {
@@ -153,6 +157,7 @@ impl Default for StackOptions {
             receive_queue: ReceiveQueueKind::default(),
             spin: Duration::from_micros(20),
             cool_down: Duration::from_secs(30),
+            faults: Faults::default(),
         }
     }
 }
@@ -174,9 +179,8 @@ pub fn open(choice: &StackChoice, options: &StackOptions, use_as: UseAs) -> Resu
     };
     let mut has_paths = false;
     for PathName { provider, address } in names {
-        let OfiConfig { packet_memory_bytes, .. } = OfiConfig::new(provider);
-        let StackOptions { receive_queue, spin, .. } = *options;
-        let config = OfiConfig { provider: provider.clone(), receive_queue, spin, packet_memory_bytes };
+        let StackOptions { receive_queue, spin, ref faults, .. } = *options;
+        let config = OfiConfig { receive_queue, spin, faults: faults.clone(), ..OfiConfig::new(provider) };
         let name = format!("ofi:{provider}");
         match Ofi::new(config) {
             Ok(ofi) => {

@@ -278,6 +278,7 @@ async fn open(common: &ShardCommon, number: u16) -> Result<OpenShard> {
         ..OsdConfig::default()
     };
     let mut options = config.network.options();
+    options.faults = common.controls.faults().clone();
     options.connection.max_connections = config.osd.sessions;
     options.connection.max_handshakes = config.osd.handshakes;
     if common.shards > 1 {

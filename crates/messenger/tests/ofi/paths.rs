@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use base::fault::{Faults, Site};
 use base::health::HealthState;
 use outboard_messenger::conformance::{self, Rig};
 use outboard_messenger::transport::ofi::{OfiConfig, OfiControl};
@@ -23,8 +24,13 @@ struct Network {
 
 /// Creates a network with TCP as the base transport and a link as a path.
 fn network(required: bool) -> Network {
+    network_with(&Faults::default(), required)
+}
+
+/// Creates a network into whose path `faults` are injected.
+fn network_with(faults: &Faults, required: bool) -> Network {
     let (provider, address) = super::provider();
-    let ofi = super::load(OfiConfig::new(&provider));
+    let ofi = super::load(OfiConfig { faults: faults.clone(), ..OfiConfig::new(&provider) });
     let control = ofi.control();
     let path = Path::new(&format!("ofi:{provider}"), Arc::new(ofi), COOL_DOWN).required(required);
     let (heartbeat, grace) = super::patience(&provider);
@@ -44,6 +50,10 @@ impl Network {
 
     fn state(&self) -> HealthState {
         self.stack.paths().next().expect("the stack has a path").1.state
+    }
+
+    fn failures(&self) -> u64 {
+        self.stack.paths().next().expect("the stack has a path").1.failures
     }
 }
 
@@ -143,6 +153,40 @@ async fn a_silent_path_is_avoided_during_its_cool_down_and_then_used_again() {
     network.control.freeze(false);
     until(&client.0, true).await;
     is_well(&mut client, &mut server).await;
+}
+
+/// The faults hit only the server, which is a network of its own.
+#[tokio::test]
+async fn injected_faults_of_a_path_move_its_connection_to_tcp_until_they_are_disarmed() {
+    let faults = Faults::default();
+    let (serving, dialing) = (network_with(&faults, false), network(false));
+    let mut listener = serving.stack.listen(&serving.address).await.expect("listens");
+    let endpoint = listener.endpoint();
+    let connecting = dialing.stack.connect(&endpoint, ConnectOptions::default());
+    let (client, server) = tokio::join!(connecting, listener.accept());
+    let (mut client, mut server) = (client.expect("connects"), server.expect("accepts"));
+    for fault in ["fail", "stall,late=3600000ms", "drop"] {
+        until(&server.0, true).await;
+        is_well(&mut client, &mut server).await;
+        let failures = dialing.failures();
+        faults.arm(format!("messenger.path={fault}").parse().expect("a fault")).expect("armed");
+        client.0.send(Message { header: "late".into(), ..Message::default() }).await.expect("queued");
+        assert_eq!(message(&mut *server.1).await.header, "late", "{fault}");
+        assert!(dialing.failures() > failures, "the path did not fail because of {fault}");
+        assert!(!server.0.limits().one_sided, "the message arrived over the path despite {fault}");
+        assert!(faults.fired(Site::MessengerPath) > 0, "{fault}");
+        is_well(&mut client, &mut server).await;
+        faults.clear();
+        until(&client.0, true).await;
+    }
+    // One link loses everything. Its successor is not affected, although the fault is still armed.
+    until(&server.0, true).await;
+    faults.arm("messenger.path=drop,count=1".parse().expect("a fault")).expect("armed");
+    is_well(&mut client, &mut server).await;
+    until(&client.0, true).await;
+    until(&server.0, true).await;
+    is_well(&mut client, &mut server).await;
+    assert_eq!(faults.fired(Site::MessengerPath), 1);
 }
 
 /// Queues that have failed are opened again on both sides. Connections continue, and return to the

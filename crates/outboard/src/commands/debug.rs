@@ -126,8 +126,8 @@ pub fn run(command: DebugCommand, node: &NodeArgs) -> Result<()> {
             let role = match fault.site {
                 Site::StoreDoorbell | Site::StoreDevice | Site::StoreCall => Role::Store,
                 Site::DriveWrite => roles(node)?[0],
-                // In host placement, one process has this site of the osd too.
-                Site::EcOffload => *roles(node)?.last().unwrap_or(&Role::Osd),
+                // In host placement, these sites are in the process of the node.
+                Site::EcOffload | Site::MessengerPath => *roles(node)?.last().unwrap_or(&Role::Osd),
                 Site::DmaTransfer | Site::DmaDoorbell | Site::DmaDevice | Site::OsdReply => Role::Osd,
             };
             ask(role, node, &DebugRequest::Arm(fault.to_string())).map(drop)

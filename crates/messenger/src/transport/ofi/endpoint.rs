@@ -1,5 +1,6 @@
 //! [`OfiEndpoint`]: an endpoint of libfabric below a link.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use base::collections::HashMap;
@@ -25,6 +26,8 @@ pub(crate) struct OfiEndpoint {
     endpoint: Mutex<Option<Endpoint>>,
     /// Receive buffers in the endpoint's own receive queue.
     posted: Mutex<PostedBuffers>,
+    /// Whether an injected fault makes the endpoint lose all packets and transfers.
+    loses: AtomicBool,
 }
 
 #[derive(Default)]
@@ -36,7 +39,8 @@ struct PostedBuffers {
 impl OfiEndpoint {
     pub(super) fn new(watcher: Arc<dyn Watcher>, port: &Arc<Port<Link>>, endpoint: Endpoint) -> OfiEndpoint {
         let (id, endpoint) = (endpoint.token(), Mutex::new(Some(endpoint)));
-        OfiEndpoint { id, port: Arc::clone(port), watcher, endpoint, posted: Mutex::default() }
+        let (posted, loses) = (Mutex::default(), AtomicBool::new(false));
+        OfiEndpoint { id, port: Arc::clone(port), watcher, endpoint, posted, loses }
     }
 
     fn endpoint(&self) -> MutexGuard<'_, Option<Endpoint>> {
@@ -53,6 +57,24 @@ impl OfiEndpoint {
             Some(endpoint) => endpoint.establish(data).map_err(|e| e.to_string()),
             None => Err("the link is closed".into()),
         }
+    }
+
+    /// Makes the endpoint lose all packets and transfers in both directions from now on.
+    pub(super) fn lose_everything(&self) {
+        self.loses.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether the endpoint loses all packets and transfers.
+    pub(super) fn loses_everything(&self) -> bool {
+        self.loses.load(Ordering::Relaxed)
+    }
+
+    /// Posts an operation, unless the endpoint is closed or loses everything. A lost operation
+    /// counts as posted, but never completes.
+    fn post(&self, post: impl FnOnce(&Endpoint) -> Result<(), PostError>) -> Option<Result<(), PostError>> {
+        let endpoint = self.endpoint();
+        let endpoint = endpoint.as_ref()?;
+        Some(if self.loses_everything() { Ok(()) } else { post(endpoint) })
     }
 
     /// Takes the buffer that was posted to the endpoint's own queue with `token`.
@@ -145,7 +167,7 @@ impl OfiEndpoint {
     }
 
     pub(crate) fn inject(&self, packet: &[u8]) -> Option<Result<(), PostError>> {
-        Some(self.endpoint().as_ref()?.inject(packet))
+        self.post(|endpoint| endpoint.inject(packet))
     }
 
     pub(crate) fn send_parts(
@@ -153,7 +175,7 @@ impl OfiEndpoint {
         parts: &mut Vec<GatherBytes>,
         notify: bool,
     ) -> Option<Result<(), PostError>> {
-        Some(self.endpoint().as_ref()?.send_parts(parts, 0, notify))
+        self.post(|endpoint| endpoint.send_parts(parts, 0, notify))
     }
 
     pub(crate) fn write_parts(
@@ -162,12 +184,7 @@ impl OfiEndpoint {
         to: RemoteRange,
         notify: bool,
     ) -> Option<Result<(), PostError>> {
-        let endpoint = self.endpoint();
-        let slice = match to.region.slice(to.offset, to.len) {
-            Ok(slice) => slice,
-            Err(e) => return Some(Err(e.into())),
-        };
-        Some(endpoint.as_ref()?.write_parts(parts, slice, 0, notify))
+        self.post(|endpoint| endpoint.write_parts(parts, to.region.slice(to.offset, to.len)?, 0, notify))
     }
 
     pub(crate) fn read(
@@ -177,13 +194,10 @@ impl OfiEndpoint {
         from: RemoteRange,
         token: u64,
     ) -> Option<Result<(), PostError>> {
-        let endpoint = self.endpoint();
-        let endpoint = endpoint.as_ref()?;
-        let posted = from.region.slice(from.offset, from.len).map_err(PostError::from).and_then(|remote| {
-            let into = landing.slice(at, from.len)?;
-            endpoint.read(into, remote, token)
-        });
-        Some(posted)
+        self.post(|endpoint| {
+            let remote = from.region.slice(from.offset, from.len)?;
+            endpoint.read(landing.slice(at, from.len)?, remote, token)
+        })
     }
 
     pub(crate) fn packet_region(&self, arena: &Arc<Arena>) -> Result<Option<MemoryRegion>, String> {

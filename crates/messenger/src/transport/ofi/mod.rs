@@ -26,6 +26,7 @@
 mod descriptor;
 mod device;
 mod endpoint;
+mod faults;
 mod poller;
 mod port;
 
@@ -38,6 +39,7 @@ use std::time::Duration;
 use base::BoxFuture;
 use base::budget::PeerAddress;
 use base::collections::HashMap;
+use base::fault::Faults;
 use base::watch;
 use fabric::{EndpointAddress, FabricError, FabricListener, Info, Library, ProviderQuery};
 use serde::Deserialize;
@@ -79,6 +81,8 @@ pub struct OfiConfig {
     pub spin: Duration,
     /// Maximum amount of memory for the packets of all connections, in bytes.
     pub packet_memory_bytes: usize,
+    /// Faults to inject.
+    pub faults: Faults,
 }
 
 impl OfiConfig {
@@ -90,6 +94,7 @@ impl OfiConfig {
             receive_queue: ReceiveQueueKind::default(),
             spin: Duration::from_micros(20),
             packet_memory_bytes: 256 << 20,
+            faults: Faults::default(),
         }
     }
 

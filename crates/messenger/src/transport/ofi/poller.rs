@@ -9,8 +9,10 @@ use base::spinner::Spinner;
 use fabric::{Completion, CompletionQueue, Operation, Waitable};
 use tokio::io::unix::AsyncFd;
 
+use super::OfiEndpoint;
 use super::descriptor::{Descriptor, is_readable};
 use super::endpoint_of;
+use super::faults::hold_back;
 use super::port::{Port, SHARED_QUEUE};
 use crate::transport::packets::Link;
 use crate::transport::packets::packet::PacketHeader;
@@ -43,20 +45,23 @@ impl Port<Link> {
         self.is_less_used();
     }
 
-    /// Takes completions from the queue and handles them. Returns `false` if the queue was empty or
-    /// failed.
-    fn poll(&self, completions: &mut Vec<Completion>) -> bool {
+    /// Takes completions from the queue. Returns `false` if the queue was empty or failed.
+    fn take_completions(&self, completions: &mut Vec<Completion>) -> bool {
         if let Err(e) = self.completions.poll(completions) {
             tracing::warn!(error = %e, "a completion queue of libfabric has failed; its links end");
             self.fail("the completion queue has failed");
             return false;
         }
-        let worked = !completions.is_empty();
+        !completions.is_empty()
+    }
+
+    /// Handles completions that were taken from the queue.
+    fn handle_completions(&self, completions: &mut Vec<Completion>) {
         for completion in completions.drain(..) {
             match completion.operation {
                 Operation::Receive => self.on_receive(completion),
                 Operation::Send | Operation::Write | Operation::Read => {
-                    if let Some(link) = self.link(completion.endpoint) {
+                    if let Some(link) = self.link(completion.endpoint).filter(|link| !loses(link)) {
                         link.on_completion(completion);
                     }
                 }
@@ -66,7 +71,6 @@ impl Port<Link> {
             self.fail_all("the protection domain must be reopened, because a read was interrupted");
             self.is_less_used();
         }
-        worked
     }
 
     fn on_receive(&self, completion: Completion) {
@@ -98,22 +102,18 @@ impl Port<Link> {
                 Some(link) => link.fail("the peer sent a packet without the token of this connection"),
                 None => {
                     metrics::counter!("outboard_messenger_stray_packets").increment(1);
-                    self.repost_stray(buf);
+                    // Without a link, no peer has credit.
+                    if let Some(link) = self.any_link() {
+                        repost(&link, buf);
+                    }
                 }
             }
             return;
         };
-        link.take_packet(header, buf, len);
-    }
-
-    /// Posts the buffer of a stray packet (with an unknown token) again, because a peer still has
-    /// credit for the buffer.
-    fn repost_stray(&self, buf: ArenaBuf) {
-        // Without a link, no peer has credit.
-        let Some(link) = self.any_link() else { return };
-        if let Err(why) = link.endpoint.post_receive(buf) {
-            tracing::warn!(why, "cannot post a receive buffer again");
+        if loses(&link) {
+            return repost(&link, buf);
         }
+        link.take_packet(header, buf, len);
     }
 
     /// Sends the owed credits to peers, unless another packet has carried the credits meanwhile.
@@ -121,6 +121,19 @@ impl Port<Link> {
         for link in self.take_due().iter().filter_map(Weak::upgrade) {
             link.grant();
         }
+    }
+}
+
+/// Whether an injected fault makes the link lose everything.
+fn loses(link: &Link) -> bool {
+    endpoint_of(link).is_some_and(OfiEndpoint::loses_everything)
+}
+
+/// Posts the buffer of a stray packet (with an unknown token) or of a lost packet again, because a
+/// peer still has credit for the buffer.
+fn repost(link: &Link, buf: ArenaBuf) {
+    if let Err(why) = link.endpoint.post_receive(buf) {
+        tracing::warn!(why, "cannot post a receive buffer again");
     }
 }
 
@@ -155,15 +168,27 @@ async fn drive(port: Weak<Port<Link>>, asleep: Asleep) {
     }
 }
 
-async fn drive_until_over(port: &Weak<Port<Link>>, asleep: Asleep) -> std::io::Result<()> {
+async fn drive_until_over(weak: &Weak<Port<Link>>, asleep: Asleep) -> std::io::Result<()> {
     let mut spinner = Spinner::default();
     let mut completions = Vec::new();
     let mut all_have_run = false;
     let mut asleep = Some(asleep);
     loop {
-        let Some(port) = port.upgrade() else { return Ok(()) };
+        let Some(mut port) = weak.upgrade() else { return Ok(()) };
         port.common.control.thaw().await;
-        if port.poll(&mut completions) {
+        let worked = port.take_completions(&mut completions);
+        let stall = port.inject_faults(&mut completions);
+        if !stall.is_zero() {
+            let faults = port.common.config.faults.clone();
+            drop(port);
+            hold_back(&faults, stall).await;
+            port = match weak.upgrade() {
+                Some(port) => port,
+                None => return Ok(()),
+            };
+        }
+        port.handle_completions(&mut completions);
+        if worked {
             if spinner.worked() {
                 asleep = None;
             }

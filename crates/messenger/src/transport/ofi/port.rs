@@ -161,6 +161,11 @@ impl<L> Port<L> {
         self.lock().posted.remove(&token)
     }
 
+    /// Shows the buffer that was posted to the shared queue with `token`, whose receive has completed.
+    pub(super) fn peek_posted<T>(&self, token: u64, look: impl FnOnce(&ArenaBuf) -> T) -> Option<T> {
+        self.lock().posted.get(&token).map(look)
+    }
+
     /// Marks the port as stopped, so that it gets no more links.
     pub(super) fn stop(&self) {
         self.stopped.store(true, Ordering::Relaxed);
