@@ -1,7 +1,6 @@
 //! `outboard status`: shows the state of a node, as reported by its supervisor and its osd.
 
 use std::io::Write;
-use std::net::IpAddr;
 use std::time::Duration;
 
 use clap::Args;
@@ -52,7 +51,7 @@ pub fn run(args: StatusArgs, node: &NodeArgs) -> Result<()> {
     };
     if let Some(endpoint) = report.endpoint.clone() {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().doing(doing)?;
-        match runtime.block_on(ask(&endpoint, node.bind)) {
+        match runtime.block_on(ask(&endpoint, node)) {
             Ok(answer) => report.add_answer(answer),
             Err(why) => report.problems.push(format!("the osd does not answer: {why}")),
         }
@@ -75,9 +74,14 @@ pub fn run(args: StatusArgs, node: &NodeArgs) -> Result<()> {
     std::io::stdout().write_all(text.as_bytes()).doing("printing the node's state")
 }
 
-async fn ask(endpoint: &str, source: Option<IpAddr>) -> Result<client::NodeStatus, String> {
-    let options =
-        client::Options { connect_timeout: PATIENCE, request_timeout: PATIENCE, source, ..super::options() };
+async fn ask(endpoint: &str, node: &NodeArgs) -> Result<client::NodeStatus, String> {
+    let options = client::Options {
+        connect_timeout: PATIENCE,
+        request_timeout: PATIENCE,
+        stack: node.network.clone(),
+        source: node.bind,
+        ..super::options()
+    };
     let answer = async {
         let client = client::Client::connect(endpoint, options).await?;
         let status = client.status().await;
