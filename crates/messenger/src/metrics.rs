@@ -13,7 +13,8 @@ pub(crate) struct ConnectionMetrics {
     pub(crate) sent_messages: Counter,
     /// Messages received.
     pub(crate) received_messages: Counter,
-    /// Received bytes that were copied.
+    /// Bytes of sent and received payload that the messenger itself copied, each time that it copied
+    /// them. Includes the heads of received frames that were copied together with their payload.
     pub(crate) copied_bytes: Counter,
     /// Pulls begun by this side.
     pub(crate) pulls: Counter,

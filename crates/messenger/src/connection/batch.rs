@@ -52,6 +52,8 @@ pub(super) struct Batch {
     heads: Vec<u8>,
     parts: Vec<FrameBytes>,
     bytes: usize,
+    /// Number of bytes of payload that were copied behind their headers.
+    copied: usize,
     frames: usize,
     /// Number of messages in the batch that are sent for the first time.
     pub(super) messages: usize,
@@ -83,6 +85,10 @@ impl Batch {
 
     pub(super) fn bytes(&self) -> usize {
         self.bytes
+    }
+
+    pub(super) fn copied_bytes(&self) -> usize {
+        self.copied
     }
 
     pub(super) fn frames(&self) -> usize {
@@ -133,6 +139,7 @@ impl Batch {
         let copied = payload.len() <= COPY_MAX_BYTES;
         if copied {
             self.heads.extend_from_slice(payload.data());
+            self.copied += payload.len();
         }
         let end = self.heads.len();
         match self.parts.last_mut() {
@@ -213,7 +220,7 @@ impl Batch {
         self.placed.clear();
         self.ends.clear();
         self.writes.clear();
-        (self.bytes, self.frames, self.messages, self.bulk_slots) = (0, 0, 0, 0);
+        (self.bytes, self.copied, self.frames, self.messages, self.bulk_slots) = (0, 0, 0, 0, 0);
     }
 
     /// All bytes of the batch.
@@ -288,6 +295,7 @@ mod tests {
         let payload = Payload::compute(0, vec![3; 4096].into());
         let message = Message { header: "h".into(), payload: payload.clone() };
         batch.push_sequenced(&Sequenced::Message(message), 1, 0);
+        assert_eq!(batch.copied_bytes(), 0);
         let packets = batch.packets(8000, 4);
         assert_eq!(packets.len(), 1);
         match batch.pieces(packets[0].clone()).as_slice() {
@@ -296,6 +304,18 @@ mod tests {
             }
             other => panic!("{other:?}"),
         }
+    }
+
+    #[test]
+    fn copies_of_short_payloads_are_counted() {
+        let mut batch = Batch::default();
+        for len in [COPY_MAX_BYTES, 100, COPY_MAX_BYTES + 1] {
+            let message = Message { header: "h".into(), payload: Payload::compute(0, vec![3; len].into()) };
+            batch.push_sequenced(&Sequenced::Message(message), 1, 0);
+        }
+        assert_eq!(batch.copied_bytes(), COPY_MAX_BYTES + 100);
+        batch.clear();
+        assert_eq!(batch.copied_bytes(), 0);
     }
 
     #[test]

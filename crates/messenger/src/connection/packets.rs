@@ -183,6 +183,8 @@ impl Shared {
             self.watch.on_sent();
         }
         self.metrics.sent_bytes.increment(batch.bytes() as u64);
+        // A short payload is copied behind its header, and with it into the packet.
+        self.metrics.copied_bytes.increment(2 * batch.copied_bytes() as u64);
         Ok(())
     }
 }

@@ -29,21 +29,24 @@ impl ReadBuffer {
         ReadBuffer { bytes: BytesMut::new(), spare: BytesMut::new(), ahead: BLOCK.0, payloads: Vec::new() }
     }
 
-    /// Makes room for at least `missing` bytes, and for more when more data is expected.
-    pub(super) fn make_room(&mut self, missing: usize) {
+    /// Makes room for at least `missing` bytes, and for more when more data is expected. Returns the
+    /// number of bytes that were copied.
+    pub(super) fn make_room(&mut self, missing: usize) -> usize {
         let room = self.bytes.capacity() - self.bytes.len();
         if self.bytes.is_empty() && room > 4 * self.ahead {
             self.bytes = BytesMut::new();
             self.spare = BytesMut::new();
         } else if room >= missing.max(self.ahead / 4) {
-            return;
+            return 0;
         }
+        let copied = self.bytes.len();
         self.spare.clear();
-        self.spare.reserve(self.bytes.len() + missing.max(self.ahead));
+        self.spare.reserve(copied + missing.max(self.ahead));
         self.spare.extend_from_slice(&self.bytes);
         std::mem::swap(&mut self.bytes, &mut self.spare);
         // The old block becomes reusable as a whole when its last part is dropped.
         self.spare.clear();
+        copied
     }
 
     /// Adapts the size of reads after a read of `n` bytes into `room` free bytes.
@@ -107,6 +110,17 @@ mod tests {
         for (i, part) in kept.iter().enumerate() {
             assert!(part.iter().all(|b| usize::from(*b) == i / 2));
         }
+    }
+
+    #[test]
+    fn only_unused_bytes_are_copied_when_a_block_is_full() {
+        let mut buffer = ReadBuffer::new();
+        assert_eq!(buffer.make_room(100), 0);
+        buffer.bytes.extend_from_slice(&[1; 100]);
+        assert_eq!(buffer.make_room(100), 0, "the block has room");
+        buffer.bytes.resize(buffer.bytes.capacity(), 1);
+        drop(buffer.bytes.split_to(buffer.bytes.len() - 30));
+        assert_eq!(buffer.make_room(100), 30);
     }
 
     #[test]

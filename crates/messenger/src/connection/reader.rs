@@ -150,10 +150,10 @@ impl<'a> FrameReader<'a> {
             let missing = len - self.buf.bytes.len();
             let n = if self.bulk {
                 let room = missing.max(BULK_AHEAD);
-                self.buf.make_room(room);
+                self.make_room(room);
                 self.io.read_buf(&mut (&mut self.buf.bytes).limit(room)).await?
             } else {
-                self.buf.make_room(missing);
+                self.make_room(missing);
                 let room = self.buf.bytes.capacity() - self.buf.bytes.len();
                 let n = self.io.read_buf(&mut self.buf.bytes).await?;
                 self.buf.on_read(n, room);
@@ -162,6 +162,17 @@ impl<'a> FrameReader<'a> {
             self.heard(n)?;
         }
         Ok(())
+    }
+
+    fn make_room(&mut self, len: usize) {
+        let copied = self.buf.make_room(len);
+        self.count_copied(copied);
+    }
+
+    fn count_copied(&self, len: usize) {
+        if len > 0 {
+            self.shared.metrics.copied_bytes.increment(len as u64);
+        }
     }
 
     fn heard(&mut self, n: usize) -> Result<(), ReadFailure> {
@@ -194,6 +205,7 @@ impl<'a> FrameReader<'a> {
             return Ok(self.buf.bytes.split_to(len).freeze());
         }
         let mut data = self.buf.payload(len);
+        self.count_copied(self.buf.bytes.len());
         data.extend_from_slice(&self.buf.bytes.split());
         while data.len() < len {
             let missing = len - data.len();
@@ -232,6 +244,7 @@ impl<'a> FrameReader<'a> {
         let pull = dest.pull();
         let bytes = dest.bytes();
         let mut at = self.buf.bytes.len().min(bytes.len());
+        self.shared.metrics.copied_bytes.increment(at as u64);
         self.buf.bytes.copy_to_slice(&mut bytes[..at]);
         while at < bytes.len() {
             tokio::select! {
@@ -260,7 +273,7 @@ impl<'a> FrameReader<'a> {
                 return Ok(());
             }
             let room = len.min(DISCARD);
-            self.buf.make_room(room);
+            self.make_room(room);
             let n = self.io.read_buf(&mut (&mut self.buf.bytes).limit(room)).await?;
             self.heard(n)?;
         }

@@ -41,6 +41,7 @@ impl Shared {
             let slots = self.on_gathered(&mut batch);
             batch.write(writer, &self.watch).await?;
             self.metrics.sent_bytes.increment(batch.bytes() as u64);
+            self.metrics.copied_bytes.increment(batch.copied_bytes() as u64);
             drop(slots);
         }
     }

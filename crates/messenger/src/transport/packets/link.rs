@@ -263,6 +263,7 @@ impl Link {
             Some(next) => (buf.freeze().slice(HEADER_BYTES..len), next),
             None => {
                 metrics::counter!("outboard_messenger_copied_packets").increment(1);
+                metrics::counter!("outboard_messenger_copied_bytes").increment((len - HEADER_BYTES) as u64);
                 (Bytes::copy_from_slice(&buf[HEADER_BYTES..len]), buf)
             }
         };
