@@ -9,6 +9,7 @@ use std::pin::{Pin, pin};
 use std::task::{Context, Poll, ready};
 
 use bytes::{Buf, Bytes, BytesMut};
+use metrics::Counter;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite};
 
 use crate::frame::ChannelEntry;
@@ -30,11 +31,13 @@ pub struct ControlSocket {
     output: VecDeque<Bytes>,
     /// Total length of the buffers in `output`, in bytes.
     unsent: usize,
+    copied: Counter,
 }
 
 impl ControlSocket {
     pub(crate) fn new(stream: Box<dyn Stream>) -> ControlSocket {
-        ControlSocket { stream, input: BytesMut::new(), output: VecDeque::new(), unsent: 0 }
+        let copied = metrics::counter!("outboard_channel_socket_copy_bytes");
+        ControlSocket { stream, input: BytesMut::new(), output: VecDeque::new(), unsent: 0, copied }
     }
 
     /// Queues a frame; [`poll_flush`](Self::poll_flush) writes it. `data` contains the pieces of
@@ -91,7 +94,11 @@ impl ControlSocket {
             if let Some(frame) = self.take_frame()? {
                 return Poll::Ready(Ok(frame));
             }
+            let (at, len) = (self.input.as_ptr(), self.input.len());
             self.input.reserve(READ_STEP);
+            if self.input.as_ptr() != at {
+                self.copied.increment(len as u64);
+            }
             // `read_buf` is cancel safe, so the future may be dropped while it is not ready.
             let read = pin!(self.stream.read_buf(&mut self.input));
             if ready!(read.poll(cx))? == 0 {
@@ -116,8 +123,12 @@ impl ControlSocket {
         let payload = self.input.split_to(header.data_len as usize);
         // A long payload is not copied. A short payload is copied, because a slice of the read
         // buffer would keep the whole buffer alive.
-        let payload =
-            if payload.len() >= READ_STEP { payload.freeze() } else { Bytes::copy_from_slice(&payload) };
+        let payload = if payload.len() >= READ_STEP {
+            payload.freeze()
+        } else {
+            self.copied.increment(payload.len() as u64);
+            Bytes::copy_from_slice(&payload)
+        };
         ChannelEntry::from_parts(header, sealed, payload).map(Some)
     }
 }

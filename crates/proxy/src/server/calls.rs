@@ -322,6 +322,7 @@ async fn read_into(
         buffer[at..at + piece.len()].copy_from_slice(piece);
         at += piece.len();
     }
+    metrics::counter!("outboard_proxy_range_copy_bytes").increment(len as u64);
     drop(buffer);
     again.wait().await;
     Ok((answer, Vec::new()))

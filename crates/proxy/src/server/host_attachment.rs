@@ -133,6 +133,8 @@ pub(super) struct Rings {
     /// opened again.
     broken: bool,
     faults: Faults,
+    /// Counts payload that is copied into and out of ring entries.
+    copied: metrics::Counter,
 }
 
 impl Rings {
@@ -155,6 +157,7 @@ impl Rings {
             closed: None,
             broken: false,
             faults,
+            copied: metrics::counter!("outboard_proxy_entry_copy_bytes"),
         }
     }
 
@@ -189,6 +192,7 @@ impl Rings {
                 return Ok(RingRead::Damage(e));
             }
         };
+        self.copied.increment(frame.data.len() as u64);
         let footprint = ring::footprint(frame.header.total_len());
         self.announced -= footprint;
         self.taken += footprint as u64;
@@ -213,6 +217,7 @@ impl Rings {
         let footprint = ring::footprint(sealed.len() + data_len) as u64;
         let parts: Vec<&[u8]> = std::iter::once(&sealed[..]).chain(data).collect();
         self.memory.layout.outbox().write(&self.memory.arena, self.head, &parts);
+        self.copied.increment(data_len as u64);
         self.head += footprint;
         self.unannounced += footprint;
     }

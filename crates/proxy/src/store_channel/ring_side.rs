@@ -58,6 +58,8 @@ pub(crate) struct RingSide {
     /// Bytes of payload that were copied into the mirror, and from the mirror.
     copied: metrics::Counter,
     landed: metrics::Counter,
+    /// Counts payload that is copied into and out of ring entries.
+    entries_copied: metrics::Counter,
 }
 
 impl RingSide {
@@ -86,6 +88,7 @@ impl RingSide {
             failed: None,
             copied: metrics::counter!("outboard_proxy_staging_copy_bytes"),
             landed: metrics::counter!("outboard_proxy_landing_copy_bytes"),
+            entries_copied: metrics::counter!("outboard_proxy_entry_copy_bytes"),
         }
     }
 
@@ -147,6 +150,7 @@ impl RingSide {
         let parts: Vec<&[u8]> = std::iter::once(&sealed[..]).chain(data).collect();
         let inbound = self.layout().inbound();
         inbound.write(self.memory.arena(), self.head, &parts);
+        self.entries_copied.increment(data_len as u64);
         for span in inbound.spans(self.head, total).into_iter().filter(|span| !span.is_empty()) {
             chain.transfers.extend(self.rings_transfers(span, true));
         }
@@ -347,6 +351,7 @@ impl RingSide {
     /// the ring. An invalid reply is not taken; the host sends it again over the control socket.
     pub(super) fn take(&mut self, available: usize) -> channel::Result<(ChannelEntry, usize)> {
         let frame = self.layout().outbox().read(self.memory.arena(), self.taken, available)?;
+        self.entries_copied.increment(frame.data.len() as u64);
         let consumed = frame.header.consumed;
         if consumed < self.consumed || consumed > self.head {
             let what = format!("it reports {consumed} bytes as taken, but the osd has sent {}", self.head);
