@@ -4,9 +4,9 @@
 //! The store is `MemStore`, or a store that does nothing, so that only the cost of the channel
 //! remains.
 
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Lines, Write};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -29,6 +29,7 @@ use store::{
 };
 use uuid::Uuid;
 
+use crate::copies::{self, CHANNEL, copied_bytes};
 use crate::output;
 
 const DOING: &str = "measuring the channel";
@@ -44,6 +45,10 @@ const MIB4: usize = 4 << 20;
 /// memory. "dma" moves data by the emulated DMA engine, "socket" by the control socket, and
 /// "direct" calls the store without a channel. The output shows CPU time and context switches of
 /// the host's process, of the osd's threads, and of the threads that emulate the DMA engine.
+/// "copies" is the number of bytes that the channel copies in user space per byte of payload,
+/// counted in both processes. Transfers of the DMA engine are not included, and neither are copies
+/// of the store. If data passes through the control socket, the kernel copies each byte into the
+/// socket and out of it, which is not included either.
 #[derive(Debug, Args)]
 pub struct ChannelLayerArgs {
     /// Seconds of each measurement
@@ -90,6 +95,7 @@ pub fn run(args: &ChannelLayerArgs) -> Result<()> {
     if let (Some(store), Some(socket)) = (args.serve, &args.socket) {
         return serve(store, socket);
     }
+    copies::record();
     let (time, in_flight) = (args.seconds, usize::from(args.in_flight));
     let shard = spawn(ThreadClass::Osd, "0", move || measure_all(time, in_flight)).doing(DOING)?;
     shard.join().unwrap_or_else(|_| Err(Failure::new(DOING, "the thread panicked; this is a bug")))
@@ -97,6 +103,7 @@ pub fn run(args: &ChannelLayerArgs) -> Result<()> {
 
 /// Serves a store until standard input ends.
 fn serve(store: ServedStore, socket: &Path) -> Result<()> {
+    copies::record();
     let store: Arc<dyn ObjectStore> = match store {
         ServedStore::Mem => Arc::new(MemStore::new()),
         ServedStore::Null => Arc::new(NullStore::default()),
@@ -108,14 +115,20 @@ fn serve(store: ServedStore, socket: &Path) -> Result<()> {
         ServerOptions::default(),
     );
     output::line("READY");
-    // The first process writes nothing to this pipe. When the first process ends, the pipe is
+    // Each line asks how many bytes the channel has copied. When the first process ends, the pipe is
     // closed.
-    let _ = std::io::stdin().lines().next();
+    for _ in std::io::stdin().lines().map_while(std::io::Result::ok) {
+        output::line(copied_bytes(CHANNEL));
+    }
     Ok(())
 }
 
 /// The second process. Dropping it ends the process.
-struct StoreProcess(Child);
+struct StoreProcess {
+    child: Child,
+    input: ChildStdin,
+    output: Lines<BufReader<ChildStdout>>,
+}
 
 impl StoreProcess {
     fn start(store: ServedStore, socket: &Path) -> Result<StoreProcess> {
@@ -127,20 +140,34 @@ impl StoreProcess {
             .stdout(Stdio::piped())
             .spawn()
             .doing(doing)?;
-        let output = child.stdout.take();
-        let process = StoreProcess(child);
-        match output.and_then(|output| BufReader::new(output).lines().next()) {
-            Some(Ok(_)) => Ok(process),
+        let (Some(input), Some(output)) = (child.stdin.take(), child.stdout.take()) else {
+            return Err(Failure::new(doing, "the process has no pipes; this is a bug"));
+        };
+        let mut process = StoreProcess { child, input, output: BufReader::new(output).lines() };
+        process.line(doing)?;
+        Ok(process)
+    }
+
+    fn line(&mut self, doing: &str) -> Result<String> {
+        match self.output.next() {
+            Some(Ok(line)) => Ok(line),
             _ => Err(Failure::new(doing, "the process has ended; see its error above")),
         }
+    }
+
+    /// Queries how many bytes the channel has copied in the process.
+    fn copied_bytes(&mut self) -> Result<u64> {
+        let doing = "querying the store's process";
+        writeln!(self.input, "copied").doing(doing)?;
+        self.line(doing)?.parse().doing(doing)
     }
 }
 
 impl Drop for StoreProcess {
     fn drop(&mut self) {
         // Ignore errors: the process may already have ended.
-        let _ = self.0.kill();
-        let _ = self.0.wait();
+        let _ = self.child.kill();
+        let _ = self.child.wait();
     }
 }
 
@@ -153,19 +180,19 @@ fn measure_all(time: Duration, in_flight: usize) -> Result<()> {
         time.as_secs_f64()
     ));
     output::line(format_args!(
-        "{:<26} {:>9} {:>8} | {:>7} {:>7} {:>7} | {:>6} {:>6} {:>6} | {:>6}",
-        "", "ops/s", "MB/s", "host", "osd", "dma", "host", "osd", "dma", "DMA/op"
+        "{:<26} {:>9} {:>8} | {:>7} {:>7} {:>7} | {:>6} {:>6} {:>6} | {:>6} {:>6}",
+        "", "ops/s", "MB/s", "host", "osd", "dma", "host", "osd", "dma", "DMA/op", "copies"
     ));
     runtime.block_on(async {
         for (store, by_dma) in
             [ServedStore::Null, ServedStore::Mem].into_iter().flat_map(|s| [(s, true), (s, false)])
         {
-            let process = StoreProcess::start(store, &socket)?;
+            let mut process = StoreProcess::start(store, &socket)?;
             let options = AttachmentOptions { socket_only: !by_dma, ..AttachmentOptions::default() };
             let attaching = Attachment::connect(StoreEndpoint::Unix(socket.clone()), options).await;
             let attachment = attaching.doing("attaching to the store's process")?;
             let name = format!("{}, {}", store.name(), if by_dma { "dma" } else { "socket" });
-            let far = Some((&attachment, process.0.id()));
+            let far = Some((&attachment, &mut process));
             run_all(&name, attachment.store(0), attachment.pool(), time, in_flight, far).await?;
         }
         let pool = BufferPool::new(Arena::anonymous(128 << 20).doing(DOING)?, 0, MIB4);
@@ -174,15 +201,15 @@ fn measure_all(time: Duration, in_flight: usize) -> Result<()> {
     memcpy(time)
 }
 
-/// Runs every load on a store. `far` is the attachment and the pid of the store's process, if the
-/// store runs in the second process.
+/// Runs every load on a store. `far` is the attachment and the store's process, if the store runs in
+/// the second process.
 async fn run_all(
     path: &str,
     store: Arc<dyn ObjectStore>,
     pool: &BufferPool,
     time: Duration,
     in_flight: usize,
-    far: Option<(&Attachment, u32)>,
+    mut far: Option<(&Attachment, &mut StoreProcess)>,
 ) -> Result<()> {
     let cid = CollectionId::new("bench").expect("a valid id");
     // Ignore an error: the store may already have the collection.
@@ -200,15 +227,20 @@ async fn run_all(
     for (name, load, in_flight) in loads {
         let usage = |pid| ProcessUsage::read(pid).doing("reading the CPU time of a process");
         let us = std::process::id();
-        let (before, host_before) = (usage(us)?, far.map(|(_, pid)| usage(pid)).transpose()?);
-        let dma_before = far.map(|(attachment, _)| attachment.engine().counters());
+        let host_usage = |far: &Option<(&Attachment, &mut StoreProcess)>| {
+            far.as_ref().map(|(_, process)| usage(process.child.id())).transpose()
+        };
+        let (before, host_before) = (usage(us)?, host_usage(&far)?);
+        let dma_before = far.as_ref().map(|(attachment, _)| attachment.engine().counters());
+        let copied_before = copied_by_both(&mut far)?;
         let started = Instant::now();
         let ops = measure(load, &store, &cid, pool, time, in_flight).await?;
         let seconds = started.elapsed().as_secs_f64();
         let here = usage(us)?.since(&before);
-        let host_after = far.map(|(_, pid)| usage(pid)).transpose()?;
+        let host_after = host_usage(&far)?;
+        let copied = copied_by_both(&mut far)? - copied_before;
         let host = host_after.zip(host_before).map(|(now, then)| now.since(&then));
-        let dma = far.map(|(attachment, _)| attachment.engine().counters()).zip(dma_before);
+        let dma = far.as_ref().map(|(attachment, _)| attachment.engine().counters()).zip(dma_before);
         let class = |class: ThreadClass| here.by_class.get(class.prefix()).copied().unwrap_or_default();
         let sum = |classes: [ThreadClass; 2], of: &dyn Fn(Usage) -> f64| {
             classes.map(|each| of(class(each))).iter().sum::<f64>()
@@ -224,9 +256,13 @@ async fn run_all(
             ChannelLoad::Write(len) | ChannelLoad::Read(len) => len as f64,
             ChannelLoad::Stat => 0.0,
         };
+        let copies = match far.is_some() && bytes > 0.0 {
+            true => format!("{:.3}", per(copied as f64) / bytes),
+            false => "-".to_owned(),
+        };
         let label = format!("{path}: {name}");
         output::line(format_args!(
-            "{label:<26} {:>9.0} {:>8.0} | {:>7.2} {:>7.2} {:>7.2} | {:>6.2} {:>6.2} {:>6.2} | {:>6.2}",
+            "{label:<26} {:>9.0} {:>8.0} | {:>7.2} {:>7.2} {:>7.2} | {:>6.2} {:>6.2} {:>6.2} | {:>6.2} {copies:>6}",
             ops as f64 / seconds,
             ops as f64 * bytes / seconds / 1e6,
             per(host.cpu_seconds() * 1e6),
@@ -239,6 +275,12 @@ async fn run_all(
         ));
     }
     Ok(())
+}
+
+/// Returns how many bytes the channel has copied in this process and in the store's process.
+fn copied_by_both(far: &mut Option<(&Attachment, &mut StoreProcess)>) -> Result<u64> {
+    let there = far.as_mut().map(|(_, process)| process.copied_bytes()).transpose()?;
+    Ok(copied_bytes(CHANNEL) + there.unwrap_or(0))
 }
 
 /// Returns the object of operation `n`, for operations of `len` bytes.

@@ -19,6 +19,7 @@
 mod channel_layer;
 mod checksum_layer;
 mod connections;
+mod copies;
 mod dma_layer;
 mod ec_layer;
 mod osd_layer;

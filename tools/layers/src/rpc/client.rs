@@ -18,8 +18,9 @@ use wire::BulkDescriptor;
 
 use super::figures::{IdleCost, RpcSample};
 use super::peer::{PeerJob, PeerProcess, resident_bytes, sum};
-use super::serve::{copied_bytes, record_metrics, runtime};
+use super::serve::runtime;
 use super::{RpcArgs, RpcMode, SPIN};
+use crate::copies::{self, MESSENGER, copied_bytes};
 use node::failure::{Doing, Failure, Result};
 
 /// Time limit for steps that should be short.
@@ -31,7 +32,7 @@ const SETTLING: Duration = Duration::from_secs(1);
 
 /// Runs one measurement of the messenger.
 pub fn measure(args: &RpcArgs, spin: bool) -> Result<RpcSample> {
-    record_metrics();
+    copies::record();
     let args = args.clone();
     // Run as a task, because each wake-up of the future that a runtime blocks on costs an
     // additional system call.
@@ -54,19 +55,19 @@ async fn run(args: RpcArgs, spin: bool) -> Result<RpcSample> {
     let idle_core = if args.idle > 0 { Some(rig.add_idle(&args).await?) } else { None };
     let own = || ProcessUsage::read(std::process::id()).doing("reading the CPU time of this process");
     let (before, peer_before) = (own()?.total, rig.peer.usage()?);
-    let copied_before = copied_bytes() + rig.peer.copied_bytes()?;
+    let copied_before = copied_bytes(MESSENGER) + rig.peer.copied_bytes()?;
     let began = Instant::now();
     let latency = rig.work(&args, args.duration()).await?;
     let elapsed = began.elapsed();
     let usage = sum(own()?.total.since(&before), rig.peer.usage()?.since(&peer_before));
-    let copied = copied_bytes() + rig.peer.copied_bytes()?;
+    let copied = copied_bytes(MESSENGER) + rig.peer.copied_bytes()?;
     Ok(RpcSample {
         operations: latency.len(),
         elapsed,
         latency,
         mean_ns: None,
         usage: Some(usage),
-        copied_bytes: args.provider().map(|_| copied - copied_before),
+        copied_bytes: Some(copied - copied_before),
         idle: idle_core.map(|core| {
             let (client, server) = rig.resident();
             let more = |now: u64, before: u64| now.saturating_sub(before);

@@ -54,7 +54,8 @@ pub struct RpcSample {
     pub mean_ns: Option<f64>,
     /// CPU use of both processes; `None` if it is unknown.
     pub usage: Option<Usage>,
-    /// Bytes that the messenger copied, in both processes.
+    /// Bytes that the messenger copied in user space, in both processes. `None` for the reference
+    /// programs.
     pub copied_bytes: Option<u64>,
     /// Cost of the idle connections.
     pub idle: Option<IdleCost>,
@@ -89,6 +90,10 @@ pub struct Figures {
     pub idle_core_percent: Option<f64>,
 }
 
+/// What the kernel copies if the data passes through sockets. This is a property of sockets, not a
+/// measurement.
+const KERNEL_COPIES: &str = "only those of the messenger in user space; the kernel copies each byte into the sender's socket and out of the receiver's socket";
+
 /// The result of the command.
 #[derive(Debug, Clone, Serialize)]
 pub struct RpcReport {
@@ -99,6 +104,8 @@ pub struct RpcReport {
     pub seconds: u32,
     pub rounds: u32,
     pub idle_connections: u32,
+    /// Copies of the kernel, which `copies_per_byte` does not include.
+    pub kernel_copies: Option<&'static str>,
     pub contenders: Vec<Figures>,
     /// Ratios of the messenger to the fastest reference program, and to the messenger without idle
     /// connections.
@@ -215,6 +222,7 @@ impl RpcReport {
             seconds: args.seconds,
             rounds: args.rounds,
             idle_connections: args.idle,
+            kernel_copies: args.uses_sockets().then_some(KERNEL_COPIES),
             contenders: figures.collect(),
             ratios,
         }
@@ -268,6 +276,9 @@ impl fmt::Display for RpcReport {
                 opt(c.wake_ups_per_message, 2),
                 opt(c.copies_per_byte, 3),
             )?;
+        }
+        if let Some(note) = self.kernel_copies {
+            writeln!(f, "copies: {note}")?;
         }
         for Ratio { of, to, latency, throughput } in &self.ratios {
             writeln!(f, "{of} / {to}: latency {latency:.2}, throughput {throughput:.2}")?;

@@ -49,7 +49,8 @@ pub enum RpcMode {
 ///
 /// CPU is the sum over both processes. "wakes" is the number of times that a sleeping thread was
 /// woken. An echo counts as two messages. "copies" is the number of bytes that the messenger itself
-/// copies per byte of payload; copies of libfabric's provider and of the kernel are not included.
+/// copies in user space per byte of payload, counted in both processes; copies of libfabric's
+/// provider and of the kernel are not included. Over sockets, a note states what the kernel copies.
 #[derive(Debug, Clone, Args)]
 #[command(after_help = "Examples:\n  \
     outboard-layers rpc --stack tcp --size 4KiB --in-flight 1 --seconds 2\n  \
@@ -96,6 +97,11 @@ impl RpcArgs {
             StackChoice::Paths(paths) => paths.first().map(|PathName { provider, .. }| provider.as_str()),
             StackChoice::Auto => None,
         }
+    }
+
+    /// Returns whether the data passes through the kernel's sockets.
+    fn uses_sockets(&self) -> bool {
+        matches!(self.provider(), None | Some("tcp"))
     }
 
     fn duration(&self) -> Duration {

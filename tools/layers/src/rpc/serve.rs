@@ -2,7 +2,7 @@
 //! for bulk transfers, or runs a reference program's server.
 
 use std::io::BufRead;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 use std::time::Duration;
 
 use base::BoxFuture;
@@ -12,32 +12,11 @@ use messenger::{
     BulkRegion, BulkSink, BulkSource, ConnectOptions, Connection, ConnectionEvent, Incoming, Message,
     StackOptions, UseAs,
 };
-use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle};
 
 use super::peer::PeerJob;
 use super::{RpcMode, bare, reference};
-use crate::output;
+use crate::{copies, output};
 use node::failure::{Doing, Failure, Result};
-
-static METRICS: OnceLock<PrometheusHandle> = OnceLock::new();
-
-/// Records the messenger's metrics from now on.
-pub fn record_metrics() {
-    METRICS.get_or_init(|| {
-        let recorder = PrometheusBuilder::new().build_recorder();
-        let handle = recorder.handle();
-        // This fails if the process already has another recorder. `copied_bytes` then returns 0.
-        let _ = metrics::set_global_recorder(recorder);
-        handle
-    });
-}
-
-/// Returns how many bytes the messenger of this process has copied.
-pub fn copied_bytes() -> u64 {
-    let text = METRICS.get().map(PrometheusHandle::render).unwrap_or_default();
-    let line = text.lines().find(|line| line.starts_with("outboard_messenger_copied_bytes "));
-    line.and_then(|line| line.rsplit(' ').next()?.parse().ok()).unwrap_or(0)
-}
 
 pub fn runtime() -> Result<tokio::runtime::Runtime> {
     tokio::runtime::Builder::new_current_thread().enable_all().build().doing("starting the async runtime")
@@ -46,7 +25,7 @@ pub fn runtime() -> Result<tokio::runtime::Runtime> {
 /// Runs the job until standard input ends.
 pub fn run(job: &str) -> Result<()> {
     let job: PeerJob = serde_json::from_str(job).doing("parsing the job of the second process")?;
-    record_metrics();
+    copies::record();
     let work = move || -> Result<()> {
         match job {
             PeerJob::Serve { stack, spin_us, address, mode } => {
@@ -65,7 +44,7 @@ pub fn run(job: &str) -> Result<()> {
     let questions = std::thread::spawn(|| {
         for line in std::io::stdin().lock().lines().map_while(std::io::Result::ok) {
             if line == "copied" {
-                output::line(copied_bytes());
+                output::line(copies::copied_bytes(copies::MESSENGER));
             }
         }
         std::process::exit(0);
