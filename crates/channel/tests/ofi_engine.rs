@@ -411,7 +411,7 @@ async fn reads_through_bounce_buffers_deliver_every_byte_once() {
     for len in [1, 63, 64, 4096, 70_000, 1 << 20, 2 << 20, 3, 1_300_000, 900_001, 2 << 20, 5000] {
         let place = |region: &DmaRegion| DmaAddress { region: region.id(), offset };
         let transfer = Transfer { src: place(&region), dst: place(&rig.local), len };
-        rig.engine.post(1, Chain { transfers: vec![transfer], tag: Some(1), ring: None }).unwrap();
+        rig.engine.post(1, Chain { transfers: vec![transfer], tag: Some(1), ..Chain::default() }).unwrap();
         offset += len;
         chains += 1;
     }

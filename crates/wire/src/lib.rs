@@ -34,7 +34,7 @@ pub use codec::{
 pub use coding::{CodingMode, CodingModeError, CodingRatio};
 pub use error::{Error, Result};
 pub use name::{NameError, ObjectName, PoolName, WireName};
-pub use redundancy::{DEFAULT_STRIPE_UNIT, MAX_COPIES, MAX_STRIPE, Redundancy};
+pub use redundancy::{DEFAULT_STRIPE_UNIT, MAX_COPIES, MAX_STRIPE, Redundancy, default_stripe_unit};
 pub use reply::{Listed, Mutated, ObjectReply, QueryAnswer, Reply, ReplyBody, SkippedGroups, StatAnswer};
 pub use request::{
     Condition, Data, List, Manifest, Mutate, Mutation, ObjectRequest, OpBytes, PartId, Query, QueryOp, Read,

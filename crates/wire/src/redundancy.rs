@@ -7,12 +7,20 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Error, Result};
 
-/// Default stripe unit, in bytes.
+/// Maximum default of the stripe unit, in bytes ([`default_stripe_unit`]).
 pub const DEFAULT_STRIPE_UNIT: u32 = 64 << 10;
 /// Maximum length of a stripe of an erasure-coded pool, in bytes of data without parity.
 pub const MAX_STRIPE: u64 = 2 << 20;
 /// Maximum number of copies of a mirrored pool.
 pub const MAX_COPIES: u8 = 8;
+
+/// Returns the default stripe unit of an erasure code with `k` data fragments, in bytes: 64 KiB, or the
+/// highest power of two with which a stripe is not longer than [`MAX_STRIPE`].
+#[must_use]
+pub fn default_stripe_unit(k: u8) -> u32 {
+    let longest = MAX_STRIPE as u32 / u32::from(k.max(1));
+    DEFAULT_STRIPE_UNIT.min(1 << longest.ilog2())
+}
 
 /// Redundancy scheme of a pool. Each fragment of an object is on a different target.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -128,7 +136,7 @@ impl FromStr for Redundancy {
             Some(("mirror", copies)) => copies.parse().ok().map(|copies| Redundancy::Mirror { copies }),
             Some(("ec", code)) => code.split_once('+').and_then(|(k, m)| {
                 let (k, m) = (k.parse().ok()?, m.parse().ok()?);
-                Some(Redundancy::ErasureCode { k, m, stripe_unit: DEFAULT_STRIPE_UNIT })
+                Some(Redundancy::ErasureCode { k, m, stripe_unit: default_stripe_unit(k) })
             }),
             _ => None,
         };
@@ -159,7 +167,7 @@ mod tests {
 
     #[test]
     fn redundancy_schemes_with_values_out_of_range_are_refused() {
-        for text in ["mirror:1", "mirror:9", "ec:1+1", "ec:4+0", "ec:200+56", "ec:40+2"] {
+        for text in ["mirror:1", "mirror:9", "ec:1+1", "ec:4+0", "ec:200+56"] {
             let redundancy: Redundancy = text.parse().unwrap();
             assert!(redundancy.check().is_err(), "{text}");
         }
@@ -168,5 +176,15 @@ mod tests {
         assert!(ec.with_stripe_unit(5000).unwrap().check().is_err());
         assert!(Redundancy::Single.with_stripe_unit(4096).is_err());
         assert_eq!(ec.overhead(), 1.5);
+    }
+
+    #[test]
+    fn the_default_stripe_unit_of_a_wide_code_is_shorter() {
+        for (k, unit) in [(2, 64), (32, 64), (33, 32), (40, 32), (64, 32), (128, 16), (254, 8)] {
+            let wide: Redundancy = format!("ec:{k}+1").parse().unwrap();
+            wide.check().unwrap();
+            assert_eq!(wide, wide.with_stripe_unit(unit << 10).unwrap(), "{k}");
+        }
+        "ec:128+32".parse::<Redundancy>().unwrap().check().unwrap();
     }
 }

@@ -33,7 +33,7 @@ pub enum PoolCommand {
         #[arg(long, value_name = "KIND", default_value = "single")]
         redundancy: Redundancy,
         /// For ec:K+M: number of contiguous bytes that a stripe stores on each target, a multiple
-        /// of 4KiB [default: 64KiB]
+        /// of 4KiB [default: 64KiB; less for more than 32 data fragments]
         #[arg(long, value_name = "SIZE")]
         stripe_unit: Option<ByteSize>,
     },

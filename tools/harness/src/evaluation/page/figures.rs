@@ -445,8 +445,9 @@ fn figure_9(m: &Measurements) -> String {
     format!(
         "<h3>Figure 9 and table 3. Phases of a write's time</h3>{}{note}{}<p class=\"soft\">With 16 writes in flight. The phases are means per write, and their sum is the latency. In phase DMA, the \
          engine transfers data of the write. In phase Host write, the store works on the write and the engine does not. In phase DMA wait, the write only waits for the engine. Others is the \
-         remaining time, including network and client. Writes of 4 and 64 KiB travel with their request in a ring entry, whose transfer counts as DMA too. The profiles bf3-paper and bf3-serial do not \
-         slow such transfers down, because the paper has no value below 1 MB. With ofi:tcp, the engine does not know when a transfer without a completion has arrived, so ring entries do not count.</p>",
+         remaining time, including network and client. Writes of 4 and 64 KiB travel together with their request, and this transfer counts as DMA too. The profiles bf3-paper and bf3-serial treat each chain of more than 64 KiB as \
+         payload, so they slow down writes of 64 KiB, and not those of 4 KiB; the paper has no value below 1 MB. With ofi:tcp, the engine does not know when a transfer without a completion has arrived, so only the fetches of \
+         replies count at these sizes.</p>",
         svg::stacked(&charts),
         table(&["ms", "host write", "DMA", "DMA wait", "others", "total", "DMA wait's share"], &rows)
     )
