@@ -1,6 +1,9 @@
 //! Chooses where the parity of staged data is computed: on the host's processor, on the DPU's cores
 //! (in this process), or on the DPU's accelerator.
 //!
+//! A DPU can compute parity with its cores and its accelerator at the same time. In this case, one
+//! scheduler chooses between host and DPU, and a second one between the two devices of the DPU.
+//!
 //! The scheduler in `ec::offload` makes the choice. If the host or the accelerator computes the
 //! parity, only the data moves to host memory. If the DPU's cores compute the parity, data and
 //! parity move to host memory together. If a coding place fails, another coding place takes over.
@@ -23,7 +26,7 @@ use ec::offload::batch::CodingWork;
 pub use ec::offload::host_load::Thresholds;
 use ec::offload::host_load::{HostLoad, LoadLevel};
 use ec::offload::scheduler::{
-    Capacity, CodingPlace, PlaceSnapshot, Scheduler, SchedulerConfig, TaskRefused, TaskSlot,
+    Capacity, CodingPlace, Level, PlaceSnapshot, Scheduler, SchedulerConfig, TaskRefused, TaskSlot,
 };
 use ec::offload::software::{self, Processor, SoftwareOptions};
 use ec::offload::worker::Worker;
@@ -36,7 +39,7 @@ use store::{StageId, StoreError};
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 use uuid::Uuid;
-use wire::{CodingMode, CodingOffload, CodingPlaceStatus, CodingStatus, Error};
+use wire::{CodingMode, CodingOffload, CodingPlaceStatus, CodingStatus, DpuDevices, Error};
 
 use crate::task::spawn;
 
@@ -126,6 +129,8 @@ pub(crate) struct StripeBatch {
 pub struct CodingDispatcher {
     stores: Arc<dyn StoreSet>,
     scheduler: Scheduler,
+    /// Chooses between the DPU's cores and its accelerator, if it uses both.
+    devices: Option<Scheduler>,
     offload: Option<CodingOffload>,
     software: Worker,
     load: RefCell<HostLoad>,
@@ -151,13 +156,27 @@ impl CodingDispatcher {
         let software = software::start(SoftwareOptions { faults: config.faults.clone(), ..options })?;
         // Without a DPU, the host's processor is the only coding place.
         let mode = if config.offload.is_some() { config.mode } else { CodingMode::LatencySensitive };
+        let accelerator = Capacity { slots: 32, lanes: 1 };
+        let lanes = config.threads.max(1);
+        let cores = Capacity { slots: 2 * lanes, lanes };
         let offload = match config.offload {
-            Some(CodingOffload::Accelerator) => Capacity { slots: 32, lanes: 1 },
-            Some(CodingOffload::Dpu) | None => {
-                let lanes = config.threads.max(1);
-                Capacity { slots: 2 * lanes, lanes }
+            Some(CodingOffload::Accelerator) => accelerator,
+            Some(CodingOffload::Dpu) | None => cores,
+            // The second scheduler has a free slot for each task that the first one admits.
+            Some(CodingOffload::Both) => {
+                Capacity { slots: cores.slots + accelerator.slots, lanes: cores.lanes + accelerator.lanes }
             }
         };
+        let devices = (config.offload == Some(CodingOffload::Both)).then(|| {
+            Scheduler::new(SchedulerConfig {
+                mode: CodingMode::Auto,
+                queue,
+                host: cores,
+                offload: accelerator,
+                cool_down: config.cool_down,
+                level: Level::Dpu,
+            })
+        });
         let lanes = config.host_threads.max(1);
         let scheduler = Scheduler::new(SchedulerConfig {
             mode,
@@ -165,10 +184,12 @@ impl CodingDispatcher {
             host: Capacity { slots: lanes + ON_THE_WAY, lanes },
             offload,
             cool_down: config.cool_down,
+            level: Level::Node,
         });
         Ok(Rc::new(CodingDispatcher {
             stores,
             scheduler,
+            devices,
             offload: config.offload,
             software,
             load: RefCell::new(HostLoad::new(config.thresholds)),
@@ -217,11 +238,20 @@ impl CodingDispatcher {
         let bytes = (len * stripes.data.len()) as u64;
         for _ in 0..ATTEMPTS {
             let slot = self.scheduler.admit(bytes).await.map_err(|e| busy(&e))?;
-            let coder = match (slot.place(), self.offload) {
-                (CodingPlace::Host, _) | (CodingPlace::Offload, None) => Some(ParityDevice::Host),
-                (CodingPlace::Offload, Some(CodingOffload::Accelerator)) => Some(ParityDevice::Accelerator),
-                (CodingPlace::Offload, Some(CodingOffload::Dpu)) => None,
+            let place = slot.place();
+            let device = match (&self.devices, place) {
+                (Some(devices), CodingPlace::Offload) => {
+                    Some(devices.admit(bytes).await.map_err(|e| busy(&e))?)
+                }
+                _ => None,
             };
+            let coder = match (place, self.offload, device.as_ref().map(TaskSlot::place)) {
+                (CodingPlace::Host, ..) | (CodingPlace::Offload, None, _) => Some(ParityDevice::Host),
+                (CodingPlace::Offload, Some(CodingOffload::Accelerator), _)
+                | (CodingPlace::Offload, _, Some(CodingPlace::Offload)) => Some(ParityDevice::Accelerator),
+                (CodingPlace::Offload, Some(CodingOffload::Dpu | CodingOffload::Both), _) => None,
+            };
+            let slot = CodingSlot { slot, device };
             let Some(coder) = coder else {
                 match self.on_cores(slot, code, stripes, buffers(len)).await? {
                     Some(parity) => {
@@ -246,7 +276,7 @@ impl CodingDispatcher {
     /// [`StripeError::Damaged`] if the data does not match its checksums.
     async fn on_cores(
         &self,
-        slot: TaskSlot,
+        slot: CodingSlot,
         code: &Code,
         stripes: &StripeBatch,
         buffers: Vec<FragmentBuf>,
@@ -275,7 +305,7 @@ impl CodingDispatcher {
     /// process.
     async fn in_host_memory(
         &self,
-        slot: TaskSlot,
+        slot: CodingSlot,
         coder: ParityDevice,
         stripes: &StripeBatch,
     ) -> Result<(), StripeError> {
@@ -348,7 +378,7 @@ impl CodingDispatcher {
         CodingStatus {
             mode: snapshot.mode,
             engine: self.offload,
-            emulated: self.offload == Some(CodingOffload::Accelerator),
+            emulated: self.offload.is_some_and(CodingOffload::has_accelerator),
             host_busy: snapshot.host_busy,
             host_utilization_percent: percent(load.utilization()),
             host_pressure_percent: load.pressure().map(percent),
@@ -359,6 +389,41 @@ impl CodingDispatcher {
             beta: snapshot.beta,
             host: place_status(snapshot.host),
             offload: place_status(snapshot.offload),
+            devices: self.devices.as_ref().map(Scheduler::snapshot).map(|devices| DpuDevices {
+                cores: place_status(devices.host),
+                accelerator: place_status(devices.offload),
+            }),
+        }
+    }
+}
+
+/// The slot of a task at a coding place, and on a device of the DPU if the DPU uses several.
+struct CodingSlot {
+    slot: TaskSlot,
+    device: Option<TaskSlot>,
+}
+
+impl CodingSlot {
+    fn done(self) {
+        self.slot.done();
+        if let Some(device) = self.device {
+            device.done();
+        }
+    }
+
+    fn done_in(self, took: Duration) {
+        self.slot.done_in(took);
+        if let Some(device) = self.device {
+            device.done_in(took);
+        }
+    }
+
+    /// Reports a failure. If one device of the DPU fails, the DPU remains usable, because the other
+    /// device takes over.
+    fn failed(self, why: &str) {
+        match self.device {
+            Some(device) => device.failed(why),
+            None => self.slot.failed(why),
         }
     }
 }

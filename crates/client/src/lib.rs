@@ -54,7 +54,7 @@ pub use object::{Description, Object, OmapPage};
 pub use options::Options;
 pub use pool::Pool;
 pub use wire::{
-    CodingMode, CodingOffload, CodingPlaceStatus, CodingSent, CodingStatus, ConnectionStatus,
+    CodingMode, CodingOffload, CodingPlaceStatus, CodingSent, CodingStatus, ConnectionStatus, DpuDevices,
     Error as NodeError, HealthStatus, Manifest, Mutated, NameError, NodeStatus, ObjectName, OffloadState,
     OffloadStatus, PathStatus, PhaseTimes, Placement, PoolHealth, PoolInfo, PoolLoss, PoolName,
     RebuildStatus, Redundancy, RequestTimes, Role, RoleUsage, ScrubStatus, ShardStatus, ShortageCounts,

@@ -23,7 +23,7 @@ const SAMPLE: usize = 8 << 20;
 /// Starts the emulated accelerator, if one is configured, on the CPUs of the DPU's side. Call this
 /// function before the calling thread is restricted to other CPUs.
 pub fn accelerator(config: &Config, dpu: Cpus, faults: &Faults) -> io::Result<Option<Worker>> {
-    if config.coding.offload != CodingOffload::Accelerator {
+    if !config.coding.offload.has_accelerator() {
         return Ok(None);
     }
     let faults = faults.clone();
@@ -83,8 +83,11 @@ pub fn osd_config(
 ) -> CodingConfig {
     let coding = &config.coding;
     let offload = match (coding.offload, placement) {
-        (CodingOffload::Accelerator, _) => Some(CodingOffload::Accelerator),
-        (CodingOffload::Dpu, Placement::Dpu) => Some(CodingOffload::Dpu),
+        (offload, Placement::Dpu) => Some(offload),
+        // Without a DPU, only the accelerator is left.
+        (CodingOffload::Accelerator | CodingOffload::Both, Placement::Host) => {
+            Some(CodingOffload::Accelerator)
+        }
         (CodingOffload::Dpu, Placement::Host) => None,
     };
     let share = |all: usize| (all / usize::from(shards)).max(1);

@@ -331,9 +331,10 @@ pub struct CodingSection {
     /// changes the mode while the node runs.
     #[config(default = "async")]
     pub mode: CodingMode,
-    /// Part of the DPU that computes parity: its cores ("dpu"), or the "accelerator". The
-    /// accelerator is emulated: it has the measured speed of the accelerator of a BlueField-3, and
-    /// works on host memory.
+    /// Part of the DPU that computes parity: its cores ("dpu"), the "accelerator", or "both", in which
+    /// case each task runs on the device that is predicted to finish it sooner. The accelerator is
+    /// emulated: it has the measured speed of the accelerator of a BlueField-3, and works on host
+    /// memory.
     #[config(default = "dpu")]
     pub offload: CodingOffload,
     /// Number of threads on the DPU's cores that compute parity: 1 to 64. The shards of the osd divide

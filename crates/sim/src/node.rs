@@ -451,7 +451,7 @@ impl SimNode {
 
     /// Creates coding engines that compute on the calling thread.
     fn coding_engines(&self) -> Arc<Engines> {
-        let has_accelerator = self.plan.offload == Some(CodingOffload::Accelerator);
+        let has_accelerator = self.plan.offload.is_some_and(CodingOffload::has_accelerator);
         Arc::new(Engines::inline(self.coding_faults.clone(), has_accelerator))
     }
 

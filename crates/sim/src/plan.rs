@@ -503,7 +503,8 @@ impl SimulationPlan {
         let clients = rng.random_range(1..=4);
         let offload = match placement {
             Placement::Dpu => {
-                [None, Some(CodingOffload::Dpu), Some(CodingOffload::Accelerator)][rng.random_range(0..3)]
+                let offloads = [CodingOffload::Dpu, CodingOffload::Accelerator, CodingOffload::Both];
+                offloads.get(rng.random_range(0..4)).copied()
             }
             Placement::Host => None,
         };

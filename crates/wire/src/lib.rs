@@ -43,8 +43,8 @@ pub use request::{
 pub use session::{SessionId, UploadId};
 pub use states::{CodingOffload, OffloadState, Placement};
 pub use status::{
-    CodingPlaceStatus, CodingSent, CodingStatus, ConnectionStatus, HealthStatus, NodeStatus, OffloadStatus,
-    PathStatus, PhaseTimes, PoolHealth, PoolInfo, RebuildStatus, RequestTimes, ScrubStatus, ShardStatus,
-    ShortageCounts, Space, StagingStatus, TargetState, TargetStatus, ThreadTimes,
+    CodingPlaceStatus, CodingSent, CodingStatus, ConnectionStatus, DpuDevices, HealthStatus, NodeStatus,
+    OffloadStatus, PathStatus, PhaseTimes, PoolHealth, PoolInfo, RebuildStatus, RequestTimes, ScrubStatus,
+    ShardStatus, ShortageCounts, Space, StagingStatus, TargetState, TargetStatus, ThreadTimes,
 };
 pub use usage::{Role, RoleUsage};

@@ -43,6 +43,8 @@ pub enum CodingOffload {
     Dpu,
     /// The DPU's accelerator, which works on host memory.
     Accelerator,
+    /// Both: each task runs on the device that is predicted to finish it sooner.
+    Both,
 }
 
 impl CodingOffload {
@@ -52,7 +54,14 @@ impl CodingOffload {
         match self {
             CodingOffload::Dpu => "dpu",
             CodingOffload::Accelerator => "accelerator",
+            CodingOffload::Both => "both",
         }
+    }
+
+    /// Whether the accelerator computes parity.
+    #[must_use]
+    pub fn has_accelerator(self) -> bool {
+        matches!(self, CodingOffload::Accelerator | CodingOffload::Both)
     }
 }
 

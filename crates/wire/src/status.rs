@@ -312,6 +312,17 @@ pub struct CodingStatus {
     pub host: CodingPlaceStatus,
     /// State of the offload as a coding place.
     pub offload: CodingPlaceStatus,
+    /// State of the DPU's devices, if it computes parity with both.
+    pub devices: Option<DpuDevices>,
+}
+
+/// State of the devices of a DPU that computes parity with both.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DpuDevices {
+    /// The DPU's cores.
+    pub cores: CodingPlaceStatus,
+    /// The DPU's accelerator.
+    pub accelerator: CodingPlaceStatus,
 }
 
 /// Adds the tasks of another shard. All shards have the same mode and engine.
@@ -325,6 +336,10 @@ impl AddAssign for CodingStatus {
         self.beta += other.beta;
         self.host += other.host;
         self.offload += other.offload;
+        if let (Some(devices), Some(other)) = (&mut self.devices, other.devices) {
+            devices.cores += other.cores;
+            devices.accelerator += other.accelerator;
+        }
     }
 }
 

@@ -72,6 +72,7 @@ pub(super) struct AdmissionView<'a> {
 
 impl<W> TaskAdmission<W> {
     pub(super) fn new(config: SchedulerConfig) -> TaskAdmission<W> {
+        let [host, offload] = config.level.offloads();
         let station = |name, capacity| Station::new(name, capacity, config.cool_down);
         TaskAdmission {
             mode: config.mode,
@@ -84,7 +85,7 @@ impl<W> TaskAdmission<W> {
             next_id: 0,
             refused: 0,
             recent: Recent::default(),
-            stations: [station("ec-host", config.host), station("ec", config.offload)],
+            stations: [station(host, config.host), station(offload, config.offload)],
         }
     }
 

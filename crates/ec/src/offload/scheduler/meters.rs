@@ -3,16 +3,21 @@
 use metrics::{Counter, Gauge, counter, gauge};
 
 use super::admission::AdmissionView;
-use super::{CodingPlace, Reason};
+use super::{CodingPlace, Level, Reason};
 
 /// Handles of the metrics, so that updating a metric needs no look-up.
 pub(super) struct SchedulerMeters {
     /// Counters of started tasks, by coding place and reason.
     sent: [[Counter; Reason::ALL.len()]; 2],
-    refused: Counter,
-    queued: Gauge,
     /// Number of tasks in service, by coding place.
     in_service: [Gauge; 2],
+    /// Metrics of a whole node.
+    node: Option<NodeMeters>,
+}
+
+struct NodeMeters {
+    refused: Counter,
+    queued: Gauge,
     host_busy: Gauge,
 }
 
@@ -23,18 +28,19 @@ impl std::fmt::Debug for SchedulerMeters {
 }
 
 impl SchedulerMeters {
-    pub(super) fn new() -> SchedulerMeters {
-        let sent = |place: CodingPlace| {
-            let of = |reason: Reason| counter!("outboard_ec_tasks_total", "place" => place.name(), "reason" => reason.name());
+    pub(super) fn new(level: Level) -> SchedulerMeters {
+        let sent = |place: &'static str| {
+            let of = |reason: Reason| counter!("outboard_ec_tasks_total", "place" => place, "reason" => reason.name());
             Reason::ALL.map(of)
         };
         SchedulerMeters {
-            sent: CodingPlace::BOTH.map(sent),
-            refused: counter!("outboard_ec_refused_total"),
-            queued: gauge!("outboard_ec_queued_tasks"),
-            in_service: CodingPlace::BOTH
-                .map(|place| gauge!("outboard_ec_tasks_in_service", "place" => place.name())),
-            host_busy: gauge!("outboard_ec_host_busy"),
+            sent: level.names().map(sent),
+            in_service: level.names().map(|place| gauge!("outboard_ec_tasks_in_service", "place" => place)),
+            node: (level == Level::Node).then(|| NodeMeters {
+                refused: counter!("outboard_ec_refused_total"),
+                queued: gauge!("outboard_ec_queued_tasks"),
+                host_busy: gauge!("outboard_ec_host_busy"),
+            }),
         }
     }
 
@@ -43,15 +49,21 @@ impl SchedulerMeters {
     }
 
     pub(super) fn refused(&self) {
-        self.refused.increment(1);
+        if let Some(node) = &self.node {
+            node.refused.increment(1);
+        }
     }
 
     pub(super) fn host_busy(&self, busy: bool) {
-        self.host_busy.set(f64::from(u8::from(busy)));
+        if let Some(node) = &self.node {
+            node.host_busy.set(f64::from(u8::from(busy)));
+        }
     }
 
     pub(super) fn show(&self, view: &AdmissionView<'_>) {
-        self.queued.set(view.queued as f64);
+        if let Some(node) = &self.node {
+            node.queued.set(view.queued as f64);
+        }
         for place in CodingPlace::BOTH {
             self.in_service[place as usize].set(view.stations[place as usize].in_service() as f64);
         }

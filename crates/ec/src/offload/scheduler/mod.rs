@@ -86,6 +86,36 @@ pub struct SchedulerConfig {
     pub offload: Capacity,
     /// Time for which a coding place is not used after a failure.
     pub cool_down: Duration,
+    /// What the two coding places are.
+    pub level: Level,
+}
+
+/// What the two coding places of a scheduler are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Level {
+    /// The host and the DPU.
+    Node,
+    /// The cores and the accelerator of a DPU, which take the places of host and DPU. A task has been
+    /// admitted by the scheduler of the node.
+    Dpu,
+}
+
+impl Level {
+    /// Names of the coding places for display and metrics.
+    fn names(self) -> [&'static str; 2] {
+        match self {
+            Level::Node => ["host", "offload"],
+            Level::Dpu => ["cores", "accelerator"],
+        }
+    }
+
+    /// Names of the coding places as offloads, in logs and in metrics of their health.
+    fn offloads(self) -> [&'static str; 2] {
+        match self {
+            Level::Node => ["ec-host", "ec"],
+            Level::Dpu => ["ec-cores", "ec-accelerator"],
+        }
+    }
 }
 
 impl Default for SchedulerConfig {
@@ -96,6 +126,7 @@ impl Default for SchedulerConfig {
             host: Capacity { slots: 1, lanes: 1 },
             offload: Capacity { slots: 32, lanes: 1 },
             cool_down: COOL_DOWN,
+            level: Level::Node,
         }
     }
 }
@@ -138,15 +169,6 @@ impl CodingPlace {
     /// Both coding places, in the order of their indices.
     const BOTH: [CodingPlace; 2] = [CodingPlace::Host, CodingPlace::Offload];
 
-    /// Name for display and metrics: `host` or `offload`.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            CodingPlace::Host => "host",
-            CodingPlace::Offload => "offload",
-        }
-    }
-
     fn other(self) -> CodingPlace {
         match self {
             CodingPlace::Host => CodingPlace::Offload,
@@ -176,7 +198,7 @@ impl Scheduler {
     pub fn new(config: SchedulerConfig) -> Scheduler {
         Scheduler(Rc::new(Shared {
             admission: RefCell::new(TaskAdmission::new(config)),
-            meters: SchedulerMeters::new(),
+            meters: SchedulerMeters::new(config.level),
         }))
     }
 

@@ -165,7 +165,14 @@ impl Simulation<'_> {
             Capacity { slots, lanes }
         };
         let (host, offload) = (capacity(pattern.host), capacity(pattern.offload));
-        let config = SchedulerConfig { mode, queue: 256, host, offload, cool_down: Duration::from_secs(1) };
+        let config = SchedulerConfig {
+            mode,
+            queue: 256,
+            host,
+            offload,
+            cool_down: Duration::from_secs(1),
+            ..SchedulerConfig::default()
+        };
         let mut simulation = Simulation {
             pattern,
             start: Instant::now(),

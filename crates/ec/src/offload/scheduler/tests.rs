@@ -15,7 +15,14 @@ const MS: Duration = Duration::from_millis(1);
 fn scheduler(mode: &str, slots: usize, queue: usize) -> Scheduler {
     let capacity = Capacity { slots, lanes: 1 };
     let (mode, cool_down) = (mode.parse().unwrap(), 100 * MS);
-    Scheduler::new(SchedulerConfig { mode, queue, host: capacity, offload: capacity, cool_down })
+    Scheduler::new(SchedulerConfig {
+        mode,
+        queue,
+        host: capacity,
+        offload: capacity,
+        cool_down,
+        ..SchedulerConfig::default()
+    })
 }
 
 async fn place_of_next(scheduler: &Scheduler) -> CodingPlace {

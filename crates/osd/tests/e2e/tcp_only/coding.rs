@@ -98,6 +98,8 @@ async fn every_coding_place_computes_parity_that_restores_lost_data() {
         ("async", CodingOffload::Accelerator, false, true),
         ("hybrid:1:1", CodingOffload::Accelerator, true, true),
         ("hybrid:auto", CodingOffload::Dpu, true, false),
+        ("async", CodingOffload::Both, false, true),
+        ("hybrid:1:1", CodingOffload::Both, true, true),
     ] {
         let (node, client, pool) = node(mode, offload, "").await;
         let objects = write(&pool, 1).await;
@@ -111,6 +113,28 @@ async fn every_coding_place_computes_parity_that_restores_lost_data() {
         assert_eq!((&*coding.mode.to_string(), coding.engine), (mode, Some(offload)));
         is_whole_without_any_two(&node, &client, &pool, &objects).await;
     }
+}
+
+#[tokio::test]
+async fn a_dpu_uses_its_cores_and_its_accelerator_and_one_of_them_suffices() {
+    let (node, client, pool) = node("async", CodingOffload::Both, "ec.offload=fail").await;
+    let objects = write(&pool, 6).await;
+    let status = coding(&client).await;
+    let devices = status.devices.clone().unwrap();
+    assert!(devices.cores.health.failures > 0, "the fault of the cores fired: {status:?}");
+    assert!(total(devices.accelerator.sent) > 0, "the accelerator took over: {status:?}");
+    assert_eq!((status.offload.health.failures, total(status.host.sent)), (0, 0), "{status:?}");
+    node.config.coding.faults.clear();
+    // While many tasks wait, both devices work.
+    let writes = (0..12).map(|number| {
+        let object = pool.object(&format!("more{number}")).unwrap();
+        async move { object.put(data(12 * MIB, number)).await.unwrap() }
+    });
+    futures::future::join_all(writes).await;
+    let after = coding(&client).await.devices.unwrap();
+    assert!(total(after.cores.sent) > total(devices.cores.sent), "{after:?}");
+    assert!(total(after.accelerator.sent) > total(devices.accelerator.sent), "{after:?}");
+    is_whole_without_any_two(&node, &client, &pool, &objects).await;
 }
 
 #[tokio::test]
