@@ -3,7 +3,7 @@
 use super::order::turns;
 use super::settings::EvaluationSettings;
 use super::workload::{
-    ABLATIONS, Ablation, AccessMode, Case, IN_FLIGHT_SWEEP, Link, MIB, Network, TestedSystem,
+    ABLATIONS, Ablation, AccessMode, Case, EmulatedLink, IN_FLIGHT_SWEEP, MIB, Network, TestedSystem,
 };
 
 /// A step of a round.
@@ -193,10 +193,10 @@ fn links(subjects: &Subjects, turn: usize) -> Vec<Case> {
     if turn % 2 == 1 {
         return Vec::new();
     }
-    let of = |link: Link| {
+    let of = |link: EmulatedLink| {
         turns(&subjects.linked, turn / 2).into_iter().map(move |config| Case::across(config, link))
     };
-    turns(&Link::ALL, turn / 2).into_iter().flat_map(of).collect()
+    turns(&EmulatedLink::ALL, turn / 2).into_iter().flat_map(of).collect()
 }
 
 impl PlanStep {

@@ -9,7 +9,7 @@ use super::ceph::{self, Cluster};
 use super::plan::{ENGINES, LINKED, Subjects};
 use super::settings::{EvaluationSettings, LINKED_GIB};
 use super::workload::{
-    ABLATIONS, Ablation, AccessMode, Case, IN_FLIGHT_SWEEP, Link, Network, Set, TestedSystem,
+    ABLATIONS, Ablation, AccessMode, Case, EmulatedLink, IN_FLIGHT_SWEEP, Network, Set, TestedSystem,
 };
 use crate::Result;
 use crate::ceiling::FioFile;
@@ -62,7 +62,7 @@ impl LinkedNodes {
         Ok(LinkedNodes { nodes, machines })
     }
 
-    fn bench(&self, case: &Case, link: Link, seconds: u32) -> Result<BenchResult> {
+    fn bench(&self, case: &Case, link: EmulatedLink, seconds: u32) -> Result<BenchResult> {
         let (_, node, endpoint) =
             self.nodes.iter().find(|(c, ..)| *c == case.config).ok_or("no node has this configuration")?;
         self.machines.shape(link.bits_per_second())?;

@@ -148,30 +148,30 @@ pub struct Case {
     /// The compared network stack; `None` in the main series, which uses TCP.
     pub network: Option<Network>,
     /// The link between node and client; `None` if both are on the same machine.
-    pub link: Option<Link>,
+    pub link: Option<EmulatedLink>,
 }
 
 /// The link between the network namespaces of a node and its client. It is emulated: a pair of virtual
 /// Ethernet devices.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Link {
+pub enum EmulatedLink {
     /// Shaped to 1 Gbit/s by a token bucket.
     Gigabit,
     /// As fast as this machine can move packets.
     Unlimited,
 }
 
-impl Link {
+impl EmulatedLink {
     /// Both links.
-    pub const ALL: [Link; 2] = [Link::Gigabit, Link::Unlimited];
+    pub const ALL: [EmulatedLink; 2] = [EmulatedLink::Gigabit, EmulatedLink::Unlimited];
 
     /// Rate in bits per second; `None` without a limit.
     #[must_use]
     pub fn bits_per_second(self) -> Option<u64> {
         match self {
-            Link::Gigabit => Some(1_000_000_000),
-            Link::Unlimited => None,
+            EmulatedLink::Gigabit => Some(1_000_000_000),
+            EmulatedLink::Unlimited => None,
         }
     }
 
@@ -179,8 +179,8 @@ impl Link {
     #[must_use]
     pub fn label(self) -> &'static str {
         match self {
-            Link::Gigabit => "1 Gbit/s (shaped)",
-            Link::Unlimited => "unlimited",
+            EmulatedLink::Gigabit => "1 Gbit/s (shaped)",
+            EmulatedLink::Unlimited => "unlimited",
         }
     }
 }
@@ -255,7 +255,7 @@ impl Case {
 
     /// Creates the case of 4 MiB writes over a link between two network namespaces.
     #[must_use]
-    pub fn across(config: TestedSystem, link: Link) -> Case {
+    pub fn across(config: TestedSystem, link: EmulatedLink) -> Case {
         Case { link: Some(link), ..Case::new(config, AccessMode::Write, 4 * MIB) }
     }
 

@@ -7,7 +7,9 @@ use crate::evaluation::paper;
 use crate::evaluation::plan::LINKED;
 use crate::evaluation::sample::{Measurements, PartUse, Sample, Subsystem};
 use crate::evaluation::stats::{Estimate, estimate, ratio};
-use crate::evaluation::workload::{AccessMode, Case, Link, MIB, PAPER_SIZES, TestedSystem, size_label};
+use crate::evaluation::workload::{
+    AccessMode, Case, EmulatedLink, MIB, PAPER_SIZES, TestedSystem, size_label,
+};
 use crate::node::BenchBreakdown;
 
 /// The tested systems, with their classes in the style sheet.
@@ -199,7 +201,7 @@ fn figure_6(m: &Measurements) -> String {
         by_link.push(vec![format!("paper, Ceph, {network}"), "–".to_owned(), number(messenger), number(cpu)]);
     }
     for config in LINKED {
-        for link in Link::ALL {
+        for link in EmulatedLink::ALL {
             let case = Case::across(config, link);
             let Some(rate) = of(m, &case, &|s| s.mb_per_s) else { continue };
             rows.push(vec![format!("{}, {}", config.label(), link.label()), cell(Some(rate))]);
