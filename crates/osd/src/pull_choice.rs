@@ -173,16 +173,18 @@ impl PullChoices {
     }
 
     /// Chooses the way of a write of `len` bytes that begins while `in_progress` requests are in
-    /// progress, including this one. `largest` is the length of the largest buffer, in bytes; a longer
+    /// progress, including this one. Data is staged from multiples of `alignment` on, so a pipeline has
+    /// at least twice this length. `largest` is the length of the largest buffer, in bytes; a longer
     /// write is always pulled in segments. Returns `None` if there is no choice.
     pub(crate) fn choose(
         &self,
         len: u64,
+        alignment: u64,
         largest: u64,
         in_progress: u32,
         is_redundant: bool,
     ) -> Option<ChosenPull> {
-        if !(LEAST..=largest).contains(&len) {
+        if !(LEAST.max(2 * alignment)..=largest).contains(&len) {
             return None;
         }
         let in_progress = in_progress.max(1);
@@ -212,6 +214,8 @@ impl PullChoices {
 
 #[cfg(test)]
 mod tests {
+    use base::block::BLOCK;
+
     use super::*;
 
     const MIB: u64 = 1 << 20;
@@ -221,7 +225,7 @@ mod tests {
     fn run(choices: &PullChoices, count: u32, time: impl Fn(PullWay) -> Duration) -> u32 {
         let mut pipelines = 0;
         for _ in 0..count {
-            let pull = choices.choose(4 * MIB, 4 * MIB, 16, false).unwrap();
+            let pull = choices.choose(4 * MIB, BLOCK, 4 * MIB, 16, false).unwrap();
             pipelines += u32::from(pull.way() == PullWay::Pipeline);
             choices.took(&pull, time(pull.way()));
         }
@@ -253,7 +257,7 @@ mod tests {
     #[test]
     fn the_first_way_of_a_single_large_write_is_a_pipeline() {
         let choices = PullChoices::new(0);
-        let way = |len, in_progress| choices.choose(len, 4 * MIB, in_progress, true).unwrap().way();
+        let way = |len, in_progress| choices.choose(len, BLOCK, 4 * MIB, in_progress, true).unwrap().way();
         assert_eq!((way(4 * MIB, 1), way(4 * MIB, 4)), (PullWay::Pipeline, PullWay::Whole));
         assert_eq!((way(MIB, 1), way(2 * MIB + 4096, 1)), (PullWay::Whole, PullWay::Pipeline));
     }
@@ -261,15 +265,17 @@ mod tests {
     #[test]
     fn there_is_no_choice_for_short_writes_and_for_those_that_fit_into_no_buffer() {
         let choices = PullChoices::new(0);
-        assert!(choices.choose(LEAST - 1, 4 * MIB, 1, false).is_none());
-        assert!(choices.choose(4 * MIB + 1, 4 * MIB, 1, false).is_none());
-        assert!(choices.choose(2 * MIB, MIB, 1, false).is_none());
+        assert!(choices.choose(LEAST - 1, BLOCK, 4 * MIB, 1, false).is_none());
+        assert!(choices.choose(4 * MIB + 1, BLOCK, 4 * MIB, 1, false).is_none());
+        assert!(choices.choose(2 * MIB, BLOCK, MIB, 1, false).is_none());
+        assert!(choices.choose(2 * MIB - 1, MIB, 4 * MIB, 1, true).is_none(), "it may have no whole stripe");
+        assert!(choices.choose(2 * MIB, MIB, 4 * MIB, 1, true).is_some());
     }
 
     #[test]
     fn writes_of_an_earlier_epoch_do_not_count() {
         let choices = PullChoices::new(0);
-        let late = choices.choose(4 * MIB, 4 * MIB, 16, false).unwrap();
+        let late = choices.choose(4 * MIB, BLOCK, 4 * MIB, 16, false).unwrap();
         run(&choices, EPOCH, ms(10, 10));
         choices.took(&late, Duration::from_secs(3600));
         assert_eq!(choices.classes.borrow()[&late.class].ended, 0);

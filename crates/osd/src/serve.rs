@@ -6,6 +6,7 @@ use std::sync::Arc;
 use base::block::Payload;
 use base::phases::Clock;
 use messenger::{Connection, ConnectionEvent, Incoming, Listener, Message};
+use store::Submit;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Duration, Instant};
 use wire::{
@@ -322,7 +323,9 @@ impl Shard {
         let chosen = match &mutate.data {
             Data::Bulk(from) => {
                 let (len, largest) = (from.len().unwrap_or(0), self.staging.largest() as u64);
-                self.pulls.choose(len, largest, self.requests.now(), place.pg.backing.is_redundant())
+                let backing = &place.pg.backing;
+                let (alignment, now) = (backing.stage_alignment(), self.requests.now());
+                self.pulls.choose(len, alignment, largest, now, backing.is_redundant())
             }
             Data::None | Data::Inline => None,
         };

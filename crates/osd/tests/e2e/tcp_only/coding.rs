@@ -137,6 +137,26 @@ async fn a_dpu_uses_its_cores_and_its_accelerator_and_one_of_them_suffices() {
     is_whole_without_any_two(&node, &client, &pool, &objects).await;
 }
 
+/// The osd measures two ways to pull the data of such writes. Some of them are shorter than a stripe.
+#[tokio::test]
+async fn many_writes_around_the_length_of_a_stripe_succeed() {
+    let redundancy = redundancy("ec:16+1");
+    let mut node = Node::of(redundancy.targets(), config());
+    node.restart();
+    let client = node.client().await;
+    client.create_pool_with("pool", 1, redundancy).await.unwrap();
+    let pool = client.pool("pool").unwrap();
+    for (number, len) in [600 << 10, MIB - 5000, MIB + 4096, 2 * MIB].into_iter().enumerate() {
+        let object = pool.object(&format!("o{number}")).unwrap();
+        let bytes = data(len, number as u64);
+        // The third group of 64 writes uses the other way.
+        for _ in 0..200 {
+            object.put(bytes.clone()).await.unwrap();
+        }
+        assert!(object.get().await.unwrap() == bytes, "{len}");
+    }
+}
+
 #[tokio::test]
 async fn writes_succeed_although_the_coding_offload_fails() {
     for faults in ["ec.offload=fail,probability=0.5,seed=7", "ec.offload=fail"] {
@@ -185,7 +205,7 @@ impl StoreSet for Moody {
         self.inner.queue_transactions(transactions)
     }
 
-    fn host_reading(&self) -> BoxFuture<'static, store::Result<HostReading>> {
+    fn host_reading(&self, _with_store: bool) -> BoxFuture<'static, store::Result<HostReading>> {
         let mut reading = self.reading.lock().unwrap();
         let step = Duration::from_millis(100);
         reading.all += step;
