@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
+use base::block::BLOCK_SIZE;
 use base::budget::spare_descriptors;
 use base::fault::Faults;
 use base::mem::Arena;
@@ -171,13 +172,22 @@ impl Backend {
     }
 }
 
+/// Minimum of the maximum length of a segment, in bytes. If the transfers of the engine are shorter, a
+/// segment consists of several transfers, because each segment also costs messages.
+const LEAST_SEGMENT: usize = 256 << 10;
+
+/// Returns the maximum length of a segment of a request: the longest transfer of the engine, in whole
+/// blocks, but at most half of the largest staging buffer, so that a request has several segments.
+fn segment(max_transfer: Option<usize>) -> usize {
+    let half = LARGEST_BUFFER / 2;
+    let longest = max_transfer.unwrap_or(half).clamp(LEAST_SEGMENT, half);
+    longest - longest % BLOCK_SIZE
+}
+
 impl Backend {
-    /// Returns the maximum length of a segment of a request, in bytes: the longest transfer of the
-    /// engine, but at most half of the largest staging buffer, so that a request has several segments.
+    /// Returns the maximum length of a segment of a request, in bytes.
     fn segment(&self) -> usize {
-        let half = LARGEST_BUFFER / 2;
-        let engine = self.attachment.as_ref().map_or(half, |attachment| attachment.engine().max_transfer());
-        engine.min(half)
+        segment(self.attachment.as_ref().map(|attachment| attachment.engine().max_transfer()))
     }
 }
 
@@ -374,4 +384,16 @@ pub async fn serve_further(
 ) -> Result<()> {
     let OpenShard { backend, resources, stack } = open(&common, number).await?;
     backend.until_stopped(stop, async |stop| shard.serve(resources, stack, stop).await).await
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_segment_is_a_transfer_of_the_engine_within_limits() {
+        assert_eq!(segment(None), 2 << 20);
+        assert_eq!(segment(Some((1 << 20) + 17)), 1 << 20);
+        assert_eq!((segment(Some(4096)), segment(Some(1 << 30))), (256 << 10, 2 << 20));
+    }
 }
