@@ -134,6 +134,8 @@ pub struct CodingDispatcher {
     offload: Option<CodingOffload>,
     software: Worker,
     load: RefCell<HostLoad>,
+    /// Whether the store's own work counts for the host's load.
+    counts_store: bool,
     is_watching: Cell<bool>,
     last_task: Cell<Instant>,
     /// True if threads of this process emulate a DPU, on CPUs that may belong to the host.
@@ -193,6 +195,7 @@ impl CodingDispatcher {
             offload: config.offload,
             software,
             load: RefCell::new(HostLoad::new(config.thresholds)),
+            counts_store: config.thresholds.counts_store,
             is_watching: Cell::new(false),
             last_task: Cell::new(Instant::now()),
             is_emulated,
@@ -348,7 +351,7 @@ impl CodingDispatcher {
     }
 
     async fn look_at_host(&self) {
-        let mut host = match self.stores.host_reading().await {
+        let mut host = match self.stores.host_reading(!self.counts_store).await {
             Ok(host) => host,
             Err(e) => {
                 tracing::debug!(error = %e, "cannot read the load of the host");

@@ -152,7 +152,7 @@ impl Rig {
 }
 
 fn tagged(transfers: Vec<Transfer>, tag: u64) -> Chain {
-    Chain { transfers, tag: Some(tag), ring: None, ..Chain::default() }
+    Chain { transfers, tag: Some(tag), ..Chain::default() }
 }
 
 fn fill(arena: &Arena, seed: usize) -> Vec<u8> {
@@ -191,7 +191,7 @@ async fn bytes_arrive_before_the_doorbell(rig: Rig) {
     for round in 0..100 {
         let bytes = fill(&rig.here, round);
         let transfers = vec![rig.send(4096, 1 << 20), rig.send(0, 64)];
-        let chain = Chain { transfers, ring: Some((rig.peer.id, 64)), tag: None, ..Chain::default() };
+        let chain = Chain { transfers, ring: Some((rig.peer.id, 64)), ..Chain::default() };
         rig.engine.post(round % rig.engine.queues(), chain).unwrap();
         assert_eq!(rig.rung().await, 64);
         assert!(look(&rig.there, 4096, 1 << 20) == bytes[4096..][..1 << 20], "round {round}");
@@ -202,12 +202,8 @@ async fn bytes_arrive_before_the_doorbell(rig: Rig) {
 async fn doorbell_counts_add_up(rig: Rig) {
     // No task waits on either doorbell while both are rung.
     for i in 0..500 {
-        let chain = Chain {
-            transfers: vec![rig.send(i * 64, 64)],
-            ring: Some((rig.peer.id, 3)),
-            tag: None,
-            ..Chain::default()
-        };
+        let chain =
+            Chain { transfers: vec![rig.send(i * 64, 64)], ring: Some((rig.peer.id, 3)), ..Chain::default() };
         rig.engine.post(URGENT, chain).unwrap();
         rig.osd_doorbell.ring(2).unwrap();
     }
@@ -255,9 +251,7 @@ async fn a_failed_transfer_ends_its_chain(rig: Rig) {
     fill(&rig.here, 9);
     let transfers = vec![rig.send(LEN - 5, 10), rig.send(0, 10)];
     // A failure is reported even for a chain without a tag.
-    rig.engine
-        .post(BULK, Chain { transfers, ring: Some((rig.peer.id, 64)), tag: None, ..Chain::default() })
-        .unwrap();
+    rig.engine.post(BULK, Chain { transfers, ring: Some((rig.peer.id, 64)), ..Chain::default() }).unwrap();
     let done = rig.completions(1).await;
     let failed = done[0].result.as_ref().unwrap_err();
     assert!(failed.why.contains("outside") && failed.done == 0 && done[0].tag == 0, "{done:?}");

@@ -112,7 +112,7 @@ impl Rig {
 
     async fn carry_out(&self, transfer: Transfer) -> ChainCompletion {
         self.engine
-            .post(URGENT, Chain { transfers: vec![transfer], tag: Some(1), ring: None, ..Chain::default() })
+            .post(URGENT, Chain { transfers: vec![transfer], tag: Some(1), ..Chain::default() })
             .unwrap();
         self.completion().await
     }

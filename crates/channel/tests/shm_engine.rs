@@ -80,7 +80,7 @@ impl Rig {
 }
 
 fn tagged(transfers: Vec<Transfer>, tag: u64) -> Chain {
-    Chain { transfers, tag: Some(tag), ring: None, ..Chain::default() }
+    Chain { transfers, tag: Some(tag), ..Chain::default() }
 }
 
 #[tokio::test]

@@ -142,8 +142,11 @@ pub(crate) enum StoreCall {
         stripes: Stripes,
         place: PayloadPlace,
     },
-    /// Asks for the load of the host's processor. The header's target is ignored.
-    HostReading,
+    /// Asks for the load of the host's processor, and with `with_store` also for the time that the
+    /// store itself has used. The header's target is ignored.
+    HostReading {
+        with_store: bool,
+    },
     /// Asks how much the store's process uses of its machine. The header's target is ignored.
     Usage,
 }

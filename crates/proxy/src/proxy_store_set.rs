@@ -127,8 +127,8 @@ impl StoreSet for ProxyStoreSet {
         replies
     }
 
-    fn host_reading(&self) -> BoxFuture<'static, store::Result<HostReading>> {
-        let answer = self.ask_host(StoreCall::HostReading);
+    fn host_reading(&self, with_store: bool) -> BoxFuture<'static, store::Result<HostReading>> {
+        let answer = self.ask_host(StoreCall::HostReading { with_store });
         Box::pin(async move {
             match answer.await? {
                 CallAnswer::HostReading(reading) => Ok(reading),

@@ -195,7 +195,7 @@ impl StoreSet for DamagedMemorySet {
         self.inner.queue_transactions(transactions)
     }
 
-    fn host_reading(&self) -> BoxFuture<'static, store::Result<HostReading>> {
-        self.inner.host_reading()
+    fn host_reading(&self, with_store: bool) -> BoxFuture<'static, store::Result<HostReading>> {
+        self.inner.host_reading(with_store)
     }
 }

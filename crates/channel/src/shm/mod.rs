@@ -74,8 +74,8 @@ impl Profile {
         }
     }
 
-    /// The fixed time of a payload chain or request, and the time per 1000 bytes. `None` means that the device
-    /// adds no delay.
+    /// The fixed time of a payload chain or request, and the time per 1000 bytes. `None` means that
+    /// the device adds no delay.
     fn pace(self) -> Option<(Duration, Duration)> {
         match self {
             Profile::Memcpy => None,

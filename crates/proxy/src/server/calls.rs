@@ -339,7 +339,7 @@ fn control(store: &Arc<dyn ObjectStore>, call: StoreCall) -> Calling {
         StoreCall::Umount => StoreRequest::Umount,
         StoreCall::StageWrite { .. }
         | StoreCall::StageStripes { .. }
-        | StoreCall::HostReading
+        | StoreCall::HostReading { .. }
         | StoreCall::Usage
         | StoreCall::Transactions { .. }
         | StoreCall::Read { .. }

@@ -719,8 +719,8 @@ impl HostAttachment {
                 let calls = stripes::make(&self.targets, &self.stages, &self.engines, lease, request);
                 self.running.extend(calls);
             }
-            Ok((StoreCall::HostReading, ..)) => {
-                let outcome = self.engines.host_reading().map(CallAnswer::HostReading);
+            Ok((StoreCall::HostReading { with_store }, ..)) => {
+                let outcome = self.engines.host_reading(*with_store).map(CallAnswer::HostReading);
                 let done = Finished::Call(request.done(outcome));
                 self.running.push(Box::pin(std::future::ready(done)));
             }

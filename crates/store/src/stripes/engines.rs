@@ -145,11 +145,12 @@ impl Engines {
     }
 
     /// Reads the load counters of the host's CPUs. The values exclude the work of these engines and
-    /// of the emulated devices in this process.
+    /// of the emulated devices in this process. With `with_store`, also reads the time that this
+    /// process has used as a store.
     ///
     /// # Errors
     /// [`StoreError::Io`] if the kernel does not report the load.
-    pub fn host_reading(&self) -> crate::Result<HostReading> {
+    pub fn host_reading(&self, with_store: bool) -> crate::Result<HostReading> {
         let used = |engine: &Worker| Duration::from_nanos(engine.stats().cpu_ns);
         if let Some(since) = self.simulated_since {
             // The simulated host has one CPU, which only computes parity.
@@ -164,7 +165,9 @@ impl Engines {
         let devices = device.map_or(Duration::ZERO, used);
         let mut counters = HostCpus::new(self.cpus.clone(), || devices, || used(&self.host));
         let mut reading = counters.read().map_err(|e| StoreError::Io(e.to_string()))?;
-        reading.store = store_time();
+        if with_store {
+            reading.store = store_time();
+        }
         Ok(HostReading { reading, cpus: self.cpus.clone() })
     }
 }

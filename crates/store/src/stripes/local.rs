@@ -81,8 +81,8 @@ impl StoreSet for LocalStoreSet {
         transactions.into_iter().map(queue).collect()
     }
 
-    fn host_reading(&self) -> BoxFuture<'static, crate::Result<HostReading>> {
-        Box::pin(std::future::ready(self.engines.host_reading()))
+    fn host_reading(&self, with_store: bool) -> BoxFuture<'static, crate::Result<HostReading>> {
+        Box::pin(std::future::ready(self.engines.host_reading(with_store)))
     }
 }
 

@@ -240,8 +240,9 @@ pub trait StoreSet: Send + Sync {
     /// write may hold up the others.
     fn queue_transactions(&self, transactions: Vec<TargetTransaction>) -> Vec<StoreFuture>;
 
-    /// Reads the load counters of the host's CPUs.
-    fn host_reading(&self) -> BoxFuture<'static, crate::Result<HostReading>>;
+    /// Reads the load counters of the host's CPUs. With `with_store`, also reads the time that the store
+    /// itself has used, which takes about half a millisecond; otherwise this time is 0.
+    fn host_reading(&self, with_store: bool) -> BoxFuture<'static, crate::Result<HostReading>>;
 }
 
 /// Memory for computed parity. An arena buffer of a staging arena can be transferred without a

@@ -47,7 +47,8 @@ pub struct LoadCounters {
     pub dpu: Duration,
     /// Part of `busy` used by erasure coding on the host.
     pub coding: Duration,
-    /// Part of `busy` used by the store itself: for drives, the index and the channel.
+    /// Part of `busy` used by the store itself: for drives, the index and the channel. 0 if it was not
+    /// read, because it counts as other work.
     pub store: Duration,
     /// Wall-clock time in which at least one thread waited for a CPU; `None` if the kernel does not
     /// report it.
