@@ -3,7 +3,7 @@
 //! `verbs@192.0.2.1`, with the address of a network device that supports RDMA.
 
 use std::future::poll_fn;
-use std::net::{IpAddr, SocketAddr};
+use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::task::Poll;
@@ -17,8 +17,11 @@ use outboard_channel::{
     Bell, Chain, ChainCompletion, ChannelError, DmaAddress, DmaEngine, DmaRegion, Doorbell, EnginePeer,
     MemoryAccess, MemoryFds, Transfer, URGENT,
 };
+use rustix::process::{Resource, getrlimit, setrlimit};
 
 const PATIENCE: Duration = Duration::from_secs(60);
+/// Locked by tests that count this process's file descriptors, or that open many.
+static DESCRIPTORS: tokio::sync::Mutex<()> = tokio::sync::Mutex::const_new(());
 
 /// The provider to test, and an address of this machine that it can use.
 fn provider() -> (String, IpAddr) {
@@ -286,6 +289,33 @@ async fn connections_closed_by_a_reset_are_opened_again() {
     assert!(given_up > 0, "no reset cancelled a chain");
 }
 
+/// Over iWARP, rdma_cm chooses a local port without knowing which ports TCP uses.
+#[tokio::test]
+async fn connections_are_opened_although_tcp_uses_some_local_ports() {
+    let _alone = DESCRIPTORS.lock().await;
+    // One of eight ports, so that most attempts to open five connections need another attempt.
+    let address = provider().1;
+    let range = std::fs::read_to_string("/proc/sys/net/ipv4/ip_local_port_range").unwrap();
+    let mut range = range.split_whitespace().map(|port| port.parse::<u16>().unwrap());
+    let (first, last) = (range.next().unwrap(), range.next().unwrap());
+    let mut limit = getrlimit(Resource::Nofile);
+    limit.current = limit.maximum;
+    setrlimit(Resource::Nofile, limit).unwrap();
+    let taken: Vec<TcpListener> =
+        (first..=last).step_by(8).filter_map(|port| TcpListener::bind((address, port)).ok()).collect();
+    assert!(taken.len() > usize::from(last - first) / 10, "only {} ports are in use", taken.len());
+    let host = host();
+    let rig = Rig::new(&host);
+    let (_peer, _bell, region) = rig.attach().await;
+    for round in 0..20 {
+        rig.engine.reset();
+        assert_eq!(rig.fetch(&region, 4096).await.result, Ok(()), "round {round}");
+    }
+    if rig.engine.counters().bounced > 0 {
+        assert!(rig.engine.ports_in_use() > 0, "over iWARP, no attempt met a port that TCP uses");
+    }
+}
+
 #[tokio::test]
 async fn a_host_with_a_failed_device_frees_memory_and_blocks_no_caller() {
     let faults = Faults::default();
@@ -340,6 +370,7 @@ async fn attaching_to_a_stopped_host_fails() {
 
 #[tokio::test]
 async fn ended_attachments_leave_no_file_descriptors_open() {
+    let _alone = DESCRIPTORS.lock().await;
     let host = host();
     let rig = Rig::new(&host);
     let open = || std::fs::read_dir("/proc/self/fd").unwrap().count();

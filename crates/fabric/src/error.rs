@@ -113,6 +113,14 @@ pub enum FabricError {
     },
 }
 
+impl FabricError {
+    /// Whether a local port or address is in use. A connection that failed so may succeed with
+    /// another local port.
+    pub fn is_address_in_use(&self) -> bool {
+        matches!(self, FabricError::Call { code: libc::EADDRINUSE, .. })
+    }
+}
+
 /// The reason why an operation was not posted.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]

@@ -90,6 +90,12 @@ impl OfiEngine {
         Ok(Arc::new(OfiEngine { shared, next_id, thread, provider, configured_max, attach_timeout }))
     }
 
+    /// Number of times that connections were opened again with other local ports, because TCP used
+    /// one that rdma_cm had chosen. This happens only over iWARP.
+    pub fn ports_in_use(&self) -> u64 {
+        self.shared.ports_in_use.load(Ordering::Relaxed)
+    }
+
     /// Attaches to the memory that a store's process [granted](super::OfiGrant). Completes when the
     /// connections are established.
     async fn attach_offer(&self, offer: OfiOffer, len: usize) -> Result<Joined> {

@@ -37,6 +37,7 @@ pub(super) struct Shared {
     pub(super) doorbells: AtomicU64,
     pub(super) failed: AtomicU64,
     pub(super) bounced: AtomicU64,
+    pub(super) ports_in_use: AtomicU64,
 }
 
 /// One queue, into which callers put items for the thread.
@@ -85,6 +86,7 @@ impl Shared {
             doorbells: AtomicU64::new(0),
             failed: AtomicU64::new(0),
             bounced: AtomicU64::new(0),
+            ports_in_use: AtomicU64::new(0),
         }))
     }
 

@@ -35,7 +35,7 @@ impl FabricListener {
         loop {
             tries -= 1;
             match FabricListener::try_open(info, events) {
-                Err(FabricError::Call { code: libc::EADDRINUSE, .. }) if tries > 0 => {}
+                Err(e) if e.is_address_in_use() && tries > 0 => {}
                 result => return result,
             }
         }

@@ -13,8 +13,8 @@ use base::collections::HashMap;
 use base::fault::{Action, Faults, Site};
 use base::mem::{DeviceMemory, OutsideAccess};
 use fabric::{
-    Access, Completion, Endpoint, EndpointAddress, EndpointQueues, FabricEvent, Info, Library, MemoryRegion,
-    Operation,
+    Access, Completion, Endpoint, EndpointAddress, EndpointQueues, FabricError, FabricEvent, Info, Library,
+    MemoryRegion, Operation,
 };
 use tokio::sync::oneshot;
 
@@ -41,6 +41,9 @@ const DEPTH: usize = 2 * QUEUES * (WINDOW + 1 + line::DEPTH);
 /// Delay before a retry when the provider's queue is full although this thread has no operation in
 /// progress.
 const RETRY: Duration = Duration::from_millis(1);
+/// Maximum number of attempts in a row to connect to a peer with other local ports. Over iWARP,
+/// rdma_cm may choose a port that TCP uses.
+const PORT_TRIES: u32 = 16;
 
 /// Memory of this process that a caller has registered.
 struct Local {
@@ -69,13 +72,21 @@ struct Remote {
 }
 
 enum PeerState {
-    /// The connections are being opened. The fields are the deadline, and the sender of the result
-    /// to a caller that attaches.
-    Connecting(Instant, Option<oneshot::Sender<Result<usize>>>),
+    /// The connections are being opened.
+    Connecting(Opening),
     /// All connections are established.
     Up,
     /// The connections are closed. The next chain for the peer opens them again.
     Down,
+}
+
+/// The connections to a peer that are being opened.
+struct Opening {
+    deadline: Instant,
+    /// Sends the result to a caller that attaches.
+    reply: Option<oneshot::Sender<Result<usize>>>,
+    /// Number of attempts that failed because TCP uses a local port.
+    ports_in_use: u32,
 }
 
 /// How the loss of a peer is reported.
@@ -185,7 +196,7 @@ impl EngineWorker {
 
     fn sleep(&self) {
         let deadlines = self.peers.values().filter_map(|peer| match peer.state {
-            PeerState::Connecting(until, _) => Some(until),
+            PeerState::Connecting(Opening { deadline, .. }) => Some(deadline),
             PeerState::Up | PeerState::Down => None,
         });
         let deadlines = deadlines.chain(self.flows.iter().filter_map(Flow::stalled));
@@ -216,8 +227,8 @@ impl EngineWorker {
                     let state = PeerState::Down;
                     self.peers.insert(id, Remote { offer, rung, lanes: Vec::new(), state, attempt: 0 });
                     match (self.connect(id), self.peers.get_mut(&id)) {
-                        (Ok(()), Some(Remote { state: PeerState::Connecting(_, asks), .. })) => {
-                            *asks = Some(reply)
+                        (Ok(()), Some(Remote { state: PeerState::Connecting(opening), .. })) => {
+                            opening.reply = Some(reply)
                         }
                         (Err(e), _) => {
                             self.peers.remove(&id);
@@ -243,7 +254,8 @@ impl EngineWorker {
         self.always_bounce || info.exposes_local_memory()
     }
 
-    /// Starts to connect to a peer. Opens the device again if necessary.
+    /// Starts to connect to a peer, again if connections are being opened. Opens the device again
+    /// if necessary.
     fn connect(&mut self, id: PeerId) -> Result<()> {
         let Some(peer) = self.peers.get_mut(&id) else { return Ok(()) };
         peer.attempt += 1;
@@ -263,9 +275,29 @@ impl EngineWorker {
         }
         if let Some(peer) = self.peers.get_mut(&id) {
             peer.lanes = lanes;
-            peer.state = PeerState::Connecting(Instant::now() + self.connect_timeout, None);
+            if !matches!(peer.state, PeerState::Connecting(_)) {
+                let deadline = Instant::now() + self.connect_timeout;
+                peer.state = PeerState::Connecting(Opening { deadline, reply: None, ports_in_use: 0 });
+            }
         }
         Ok(())
+    }
+
+    /// Handles the failure of an attempt to connect to a peer. If TCP used a local port that
+    /// rdma_cm chose, starts to connect with other ports.
+    fn connecting_failed(&mut self, id: PeerId, error: &FabricError) {
+        let Some(Remote { state: PeerState::Connecting(opening), .. }) = self.peers.get_mut(&id) else {
+            return;
+        };
+        opening.ports_in_use += u32::from(error.is_address_in_use());
+        if !error.is_address_in_use() || opening.ports_in_use >= PORT_TRIES {
+            return self.lose(id, &error.to_string(), Tell::Always);
+        }
+        tracing::debug!("peer {}: connects with other local ports: {error}", id.0);
+        self.shared.ports_in_use.fetch_add(1, Ordering::Relaxed);
+        if let Err(e) = self.connect(id) {
+            self.lose(id, &e.to_string(), Tell::Always);
+        }
     }
 
     /// Whether the connections to a peer are established. Starts to open them if they are closed.
@@ -281,7 +313,7 @@ impl EngineWorker {
     /// Closes the connections to peers that have not answered in time.
     fn give_up_overdue(&mut self) {
         let overdue = |peer: &Remote| match peer.state {
-            PeerState::Connecting(until, _) => until <= Instant::now(),
+            PeerState::Connecting(Opening { deadline, .. }) => deadline <= Instant::now(),
             PeerState::Up | PeerState::Down => false,
         };
         let ids: Vec<PeerId> =
@@ -376,7 +408,7 @@ impl EngineWorker {
                 let connecting = |peer: &Remote| matches!(peer.state, PeerState::Connecting(..));
                 let ids = self.peers.iter().filter(|(_, peer)| connecting(peer)).map(|(id, _)| *id);
                 for id in ids.collect::<Vec<_>>() {
-                    self.lose(id, &error.to_string(), Tell::Always);
+                    self.connecting_failed(id, &error);
                 }
             }
             _ => {}
@@ -401,7 +433,9 @@ impl EngineWorker {
             }
         }
         let max = port.domain.info().max_msg_size();
-        if let PeerState::Connecting(_, Some(reply)) = std::mem::replace(&mut peer.state, PeerState::Up) {
+        if let PeerState::Connecting(Opening { reply: Some(reply), .. }) =
+            std::mem::replace(&mut peer.state, PeerState::Up)
+        {
             // The caller may have been cancelled; the peer is then being detached.
             let _ = reply.send(Ok(max));
         }
@@ -467,7 +501,7 @@ impl EngineWorker {
         let confirmed: Vec<u64> = lanes.iter().map(|lane| lane.confirmed).collect();
         drop(lanes);
         tracing::debug!("peer {}: {why}", id.0);
-        if let PeerState::Connecting(_, Some(reply)) = state {
+        if let PeerState::Connecting(Opening { reply: Some(reply), .. }) = state {
             // The caller may have been cancelled; ignore the error.
             let _ = reply.send(Err(ChannelError::Refused(why.to_owned())));
             return;
