@@ -1,22 +1,22 @@
-//! The content of a connection request: 28 bytes of private data, which fit into any provider's
+//! The content of a connection request: 36 bytes of private data, which fit into any provider's
 //! limit.
 //!
 //! ```text
-//!   0      4        6       7       8         12       28
-//!   +------+--------+-------+-------+---------+--------+
-//!   | OBFI | version| queue | queues| attempt | secret |      little endian
-//!   +------+--------+-------+-------+---------+--------+
+//!   0      4        6       7       8         12       28       36
+//!   +------+--------+-------+-------+---------+--------+--------+
+//!   | OBFI | version| queue | queues| attempt | secret | engine |      little endian
+//!   +------+--------+-------+-------+---------+--------+--------+
 //! ```
 //!
 //! The engine counts its attempts to connect to an attachment. A connection of a later attempt
 //! replaces the connections of an earlier attempt, because the host may not have noticed that the
-//! earlier connections closed.
+//! earlier connections closed. Only the engine that connected first can do so.
 
 use super::QUEUES;
 
 /// Version of the protocol on the connections.
-const VERSION: u16 = 1;
-const LEN: usize = 28;
+const VERSION: u16 = 2;
+const LEN: usize = 36;
 
 /// The content of a connection request, which identifies the attachment and the requested
 /// connection.
@@ -25,6 +25,8 @@ pub(super) struct Greeting {
     pub(super) queue: usize,
     pub(super) attempt: u32,
     pub(super) secret: u128,
+    /// Random number of the engine.
+    pub(super) engine: u64,
 }
 
 impl Greeting {
@@ -35,7 +37,8 @@ impl Greeting {
         bytes[6] = self.queue as u8;
         bytes[7] = QUEUES as u8;
         bytes[8..12].copy_from_slice(&self.attempt.to_le_bytes());
-        bytes[12..].copy_from_slice(&self.secret.to_le_bytes());
+        bytes[12..28].copy_from_slice(&self.secret.to_le_bytes());
+        bytes[28..].copy_from_slice(&self.engine.to_le_bytes());
         bytes
     }
 
@@ -45,7 +48,8 @@ impl Greeting {
         let bytes: &[u8; LEN] = data.first_chunk()?;
         let attempt = u32::from_le_bytes(*bytes[8..].first_chunk()?);
         let secret = u128::from_le_bytes(*bytes[12..].first_chunk()?);
-        let greeting = Greeting { queue: usize::from(bytes[6]), attempt, secret };
+        let engine = u64::from_le_bytes(*bytes[28..].first_chunk()?);
+        let greeting = Greeting { queue: usize::from(bytes[6]), attempt, secret, engine };
         (greeting.queue < QUEUES && greeting.encode() == *bytes).then_some(greeting)
     }
 }
@@ -56,7 +60,7 @@ mod tests {
 
     #[test]
     fn only_greetings_of_this_version_are_decoded() {
-        let greeting = Greeting { queue: 3, attempt: 7, secret: 1 << 100 | 5 };
+        let greeting = Greeting { queue: 3, attempt: 7, secret: 1 << 100 | 5, engine: 1 << 50 | 6 };
         let bytes = greeting.encode();
         assert_eq!(Greeting::decode(&[&bytes[..], &[0; 30]].concat()), Some(greeting));
         assert_eq!(Greeting::decode(&bytes[..LEN - 1]), None);

@@ -22,6 +22,7 @@ use super::alarm::{Alarm, take_count};
 use super::greeting::Greeting;
 use super::line::{self, EngineEndpoint};
 use super::port::{EngineDomain, query};
+use super::token::Token;
 use super::{OfiOffer, QUEUES};
 use crate::dma::{OnDrop, URGENT};
 use crate::{ChannelError, Doorbell, MAX_SEATS, Result};
@@ -170,6 +171,7 @@ impl OfiHost {
         let attachment = Box::new(MemoryGrant {
             secret: offer.secret,
             lines: Default::default(),
+            engine: None,
             attempt: 0,
             host_doorbell: host_doorbell.try_clone()?,
             osd_doorbell: osd_doorbell.try_clone()?,
@@ -249,6 +251,8 @@ struct MemoryGrant {
     secret: u128,
     /// The connections that were requested so far, by queue.
     lines: [Option<EngineEndpoint>; QUEUES],
+    /// The engine that connected first. No other engine can use the grant.
+    engine: Option<u64>,
     /// Number of the engine's connection attempt to which the connections belong.
     attempt: u32,
     host_doorbell: OwnedFd,
@@ -401,9 +405,7 @@ impl HostWorker {
                 FabricEvent::ConnectionRequest(request) => self.answer(request),
                 FabricEvent::Connected { endpoint, .. } => {
                     let token = Token::decode(endpoint);
-                    if let Some(line) =
-                        self.attachments.get_mut(&token.attachment).and_then(|s| s.line(token))
-                    {
+                    if let Some(line) = self.attachments.get_mut(&token.owner).and_then(|s| s.line(token)) {
                         line.established = true;
                     }
                 }
@@ -422,7 +424,7 @@ impl HostWorker {
 
     fn completed(&mut self, completion: &Completion) {
         let token = Token::decode(completion.endpoint);
-        let Some(attachment) = self.attachments.get_mut(&token.attachment) else { return };
+        let Some(attachment) = self.attachments.get_mut(&token.owner) else { return };
         if let Err(e) = attachment.completed(token, completion) {
             self.lose(token, &e.to_string());
         }
@@ -439,11 +441,14 @@ impl HostWorker {
                 tracing::debug!("the refusal of a connection could not be sent: {e}");
             }
         };
-        let Some(Greeting { queue, attempt, secret }) = Greeting::decode(request.data()) else {
+        let Some(Greeting { queue, attempt, secret, engine }) = Greeting::decode(request.data()) else {
             return refuse(request, "the request is not from an engine of this version");
         };
         let attachment = self.attachments.iter_mut().find(|(_, attachment)| attachment.secret == secret);
         let Some((id, attachment)) = attachment else { return refuse(request, "no such attachment") };
+        if *attachment.engine.get_or_insert(engine) != engine {
+            return refuse(request, "the attachment is already taken by another engine");
+        }
         if attempt > attachment.attempt {
             attachment.lines = Default::default();
             attachment.attempt = attempt;
@@ -460,9 +465,9 @@ impl HostWorker {
     /// Closes an attachment's connections unless they are newer than `token`. The engine may
     /// connect again.
     fn lose(&mut self, token: Token, why: &str) {
-        let Some(attachment) = self.attachments.get_mut(&token.attachment) else { return };
+        let Some(attachment) = self.attachments.get_mut(&token.owner) else { return };
         if token.is_of(attachment.attempt) && attachment.lines.iter().any(Option::is_some) {
-            tracing::debug!("attachment {}: {why}", token.attachment);
+            tracing::debug!("attachment {}: {why}", token.owner);
             attachment.lines = Default::default();
         }
     }
@@ -488,33 +493,4 @@ fn accept(request: ConnectionRequest, port: &EngineDomain, token: Token) -> Resu
     let line = EngineEndpoint::new(endpoint, &port.domain)?;
     line.endpoint.establish(&[])?;
     Ok(line)
-}
-
-/// Identifies the host's endpoint of a connection. The token keeps only 24 bits of the attempt,
-/// which are enough to distinguish recent attempts.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Token {
-    attachment: u32,
-    attempt: u32,
-    queue: usize,
-}
-
-impl Token {
-    const ATTEMPTS: u32 = 0xff_ffff;
-
-    fn new(attachment: u32, attempt: u32, queue: usize) -> Token {
-        Token { attachment, attempt: attempt & Self::ATTEMPTS, queue }
-    }
-
-    fn is_of(self, attempt: u32) -> bool {
-        self.attempt == attempt & Self::ATTEMPTS
-    }
-
-    fn encode(self) -> u64 {
-        u64::from(self.attachment) << 32 | u64::from(self.attempt) << 8 | self.queue as u64
-    }
-
-    fn decode(token: u64) -> Token {
-        Token::new((token >> 32) as u32, (token >> 8) as u32, (token & 0xff) as usize)
-    }
 }

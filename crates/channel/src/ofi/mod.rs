@@ -64,6 +64,7 @@ mod line;
 mod port;
 mod rung;
 mod shared;
+mod token;
 mod worker;
 
 use std::net::SocketAddr;

@@ -29,6 +29,7 @@ use super::line::{self, EngineEndpoint};
 use super::port::{EngineDomain, query};
 use super::rung::Rung;
 use super::shared::{OfiCommand, OfiItem, Shared};
+use super::token::Token;
 use super::{OfiOffer, OfiOptions, QUEUES};
 use crate::dma::{ChainFailure, PeerId, QueueId};
 use crate::{ChannelError, RegionId, Result};
@@ -102,6 +103,8 @@ pub(super) struct EngineWorker {
     shared: Arc<Shared>,
     library: Library,
     faults: Faults,
+    /// Random number that identifies the engine.
+    number: u64,
     connect_timeout: Duration,
     /// The maximum length of a transfer, in bytes.
     max_transfer: usize,
@@ -136,6 +139,7 @@ impl EngineWorker {
             shared,
             library,
             faults: options.faults.clone(),
+            number: base::entropy::random(),
             connect_timeout: options.attach_timeout,
             max_transfer,
             always_bounce: options.always_bounce,
@@ -265,11 +269,11 @@ impl EngineWorker {
         let port = self.port.as_ref().ok_or_else(|| ChannelError::protocol("no network device is open"))?;
         let mut lanes = Vec::with_capacity(QUEUES);
         for queue in 0..QUEUES {
-            let token = token_of(id, queue);
+            let token = Token::new(id.0, attempt, queue).encode();
             let endpoint =
                 Endpoint::connecting(&info, EndpointQueues::new(&port.events, &port.completions), token)?;
             let line = EngineEndpoint::new(endpoint, &port.domain)?;
-            let greeting = Greeting { queue, attempt, secret: offer.secret };
+            let greeting = Greeting { queue, attempt, secret: offer.secret, engine: self.number };
             line.endpoint.establish(&greeting.encode())?;
             lanes.push(OperationQueue::new(line));
         }
@@ -397,12 +401,12 @@ impl EngineWorker {
         match event {
             FabricEvent::Connected { endpoint, .. } => self.connected(endpoint),
             FabricEvent::Closed { endpoint } => {
-                self.lose(peer_of(endpoint), "the peer closed the connection", Tell::Always)
+                self.lose_connection(endpoint, "the peer closed the connection")
             }
             FabricEvent::Failed { endpoint, error, data } => {
                 let reason = String::from_utf8_lossy(&data);
                 let reason = reason.trim_end_matches('\0');
-                self.lose(peer_of(endpoint), &format!("{error}: {reason}"), Tell::Always);
+                self.lose_connection(endpoint, &format!("{error}: {reason}"));
             }
             FabricEvent::SomeFailed { error } => {
                 let connecting = |peer: &Remote| matches!(peer.state, PeerState::Connecting(..));
@@ -415,12 +419,28 @@ impl EngineWorker {
         }
     }
 
+    /// The peer and the queue of the connection whose endpoint has this token. `None` if newer
+    /// connections have replaced the connection.
+    fn connection(&self, endpoint: u64) -> Option<(PeerId, QueueId)> {
+        let token = Token::decode(endpoint);
+        let id = PeerId(token.owner);
+        self.peers.get(&id).filter(|peer| token.is_of(peer.attempt)).map(|_| (id, token.queue))
+    }
+
+    /// Closes the connections to the peer of this endpoint, unless newer connections have replaced
+    /// them.
+    fn lose_connection(&mut self, endpoint: u64, why: &str) {
+        if let Some((id, _)) = self.connection(endpoint) {
+            self.lose(id, why, Tell::Always);
+        }
+    }
+
     fn connected(&mut self, endpoint: u64) {
         let Some(port) = &self.port else { return };
         let bounces = self.bounces(port.domain.info());
-        let id = peer_of(endpoint);
+        let Some((id, queue)) = self.connection(endpoint) else { return };
         let Some(peer) = self.peers.get_mut(&id) else { return };
-        let Some(lane) = peer.lanes.get_mut(queue_of(endpoint)) else { return };
+        let Some(lane) = peer.lanes.get_mut(queue) else { return };
         lane.line.established = true;
         if !peer.lanes.iter().all(|lane| lane.line.established) {
             return;
@@ -442,7 +462,7 @@ impl EngineWorker {
     }
 
     fn completed(&mut self, completion: &Completion) {
-        let (id, queue) = (peer_of(completion.endpoint), queue_of(completion.endpoint));
+        let Some((id, queue)) = self.connection(completion.endpoint) else { return };
         if let Err(e) = &completion.result {
             return self.lose(id, &format!("{:?} failed: {e}", completion.operation), Tell::Always);
         }
@@ -596,17 +616,4 @@ fn register(port: &EngineDomain, memory: &OutsideAccess, bounces: bool) -> Resul
     let (_, len) = memory.arena().as_raw();
     let bytes = bounces.then(|| memory.for_device(0..len)).transpose()?;
     Ok(RegisteredLocal { region, bytes })
-}
-
-/// The token of an endpoint, made of peer and queue.
-fn token_of(peer: PeerId, queue: QueueId) -> u64 {
-    u64::from(peer.0) << 8 | queue as u64
-}
-
-fn peer_of(token: u64) -> PeerId {
-    PeerId((token >> 8) as u32)
-}
-
-fn queue_of(token: u64) -> QueueId {
-    (token & 0xff) as usize
 }
