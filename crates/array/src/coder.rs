@@ -1,6 +1,7 @@
 //! [`Coder`]: computes parity, and reconstructs fragments from other fragments.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use base::block::{BLOCK_SIZE, Payload, ZERO_BLOCK_CRC};
 use base::pool::BufferPool;
@@ -133,36 +134,23 @@ impl Coder {
         self.code()?.update(column, delta, &mut parity).map_err(refused)
     }
 
-    /// Reconstructs the fragments `wanted` from the `k` fragments `sources` or, in a mirror, from
-    /// one copy. `blocks` contains whole blocks of each source, of all sources the same number.
-    /// Verifies the sources, because otherwise the new checksums would hide their damage.
-    pub(crate) fn recover(
+    /// Prepares the reconstruction of the fragments `wanted` from the `k` fragments `sources` or,
+    /// in a mirror, from one copy. `blocks` contains whole blocks of each source, of all sources
+    /// the same number.
+    pub(crate) fn reconstruction(
         &self,
         sources: &[usize],
         wanted: &[usize],
-        blocks: &[Payload],
-    ) -> Result<Vec<Payload>, RecoverError> {
-        let wrong = |e| RecoverError::Refused(refused(e));
-        // A copy keeps its checksums.
-        let Some(code) = &self.code else { return Ok(vec![blocks[0].clone(); wanted.len()]) };
-        let recovery = code.recovery(sources, wanted).map_err(wrong)?;
-        let len = blocks[0].len();
-        let mut buffers: Vec<Buffer> = wanted.iter().map(|_| self.buffer(len)).collect();
-        let mut checksums = vec![Vec::with_capacity(len / BLOCK_SIZE); wanted.len()];
-        let mut into: Vec<&mut [u8]> = buffers.iter_mut().map(|buffer| &mut buffer[..]).collect();
-        if base::mutant!(RecoverFromUnverified) {
-            let from: Vec<&[u8]> = blocks.iter().map(|b| &b.data()[..]).collect();
-            recovery.run(&from, &mut into).map_err(wrong)?;
-            let computed = buffers.into_iter().map(|buffer| Payload::compute(0, buffer.freeze()));
-            return Ok(computed.collect());
-        }
-        recovery.run_checked(&checked(blocks), &mut into, &mut checksums).map_err(|e| match e {
-            EcError::Damaged { index, .. } => RecoverError::Damaged(index),
-            e => wrong(e),
-        })?;
-        let payload = |(buffer, sums): (Buffer, Vec<u32>)| Payload::from_parts(0, buffer.freeze(), sums);
-        let computed = buffers.into_iter().zip(checksums).map(payload);
-        Ok(computed.collect::<Result<_, _>>().expect("there is one checksum per block"))
+        blocks: Vec<Payload>,
+    ) -> Result<Reconstruction, RecoverError> {
+        let recovery = self.code.as_ref().map(|code| code.recovery(sources, wanted));
+        let recovery = recovery.transpose().map_err(wrong)?.map(Arc::new);
+        Ok(Reconstruction { recovery, wanted: wanted.len(), blocks })
+    }
+
+    /// Allocates one buffer for each fragment that a reconstruction computes.
+    pub(crate) fn buffers_for(&self, task: &Reconstruction) -> Vec<Buffer> {
+        (0..task.wanted).map(|_| self.buffer(task.len())).collect()
     }
 
     /// The erasure code; `None` in a mirror, whose fragments are copies.
@@ -177,6 +165,57 @@ impl Coder {
     }
 }
 
+/// The reconstruction of fragments, which any thread can compute.
+#[derive(Clone)]
+pub(crate) struct Reconstruction {
+    /// `None` in a mirror, whose fragments are copies.
+    recovery: Option<Arc<ec::Recovery>>,
+    /// Number of fragments to compute.
+    wanted: usize,
+    /// Whole blocks of each source, of all sources the same number.
+    blocks: Vec<Payload>,
+}
+
+impl Reconstruction {
+    /// Number of bytes of each fragment.
+    fn len(&self) -> usize {
+        self.blocks.first().map_or(0, Payload::len)
+    }
+
+    /// Number of fragments to compute; 0 if nothing is computed, because fragments are copies.
+    pub(crate) fn computed(&self) -> usize {
+        if self.recovery.is_some() { self.wanted } else { 0 }
+    }
+
+    /// Number of bytes that are read from all sources together.
+    pub(crate) fn source_bytes(&self) -> u64 {
+        (self.blocks.len() * self.len()) as u64
+    }
+
+    /// Computes the fragments into `buffers`. Verifies the sources, because otherwise the new
+    /// checksums would hide their damage.
+    pub(crate) fn run(self, mut buffers: Vec<Buffer>) -> Result<Vec<Payload>, RecoverError> {
+        let Reconstruction { recovery, wanted, blocks } = self;
+        // A copy keeps its checksums.
+        let Some(recovery) = recovery else { return Ok(vec![blocks[0].clone(); wanted]) };
+        let mut checksums = vec![Vec::with_capacity(blocks[0].len() / BLOCK_SIZE); wanted];
+        let mut into: Vec<&mut [u8]> = buffers.iter_mut().map(|buffer| &mut buffer[..]).collect();
+        if base::mutant!(RecoverFromUnverified) {
+            let from: Vec<&[u8]> = blocks.iter().map(|b| &b.data()[..]).collect();
+            recovery.run(&from, &mut into).map_err(wrong)?;
+            let computed = buffers.into_iter().map(|buffer| Payload::compute(0, buffer.freeze()));
+            return Ok(computed.collect());
+        }
+        recovery.run_checked(&checked(&blocks), &mut into, &mut checksums).map_err(|e| match e {
+            EcError::Damaged { index, .. } => RecoverError::Damaged(index),
+            e => wrong(e),
+        })?;
+        let payload = |(buffer, sums): (Buffer, Vec<u32>)| Payload::from_parts(0, buffer.freeze(), sums);
+        let computed = buffers.into_iter().zip(checksums).map(payload);
+        Ok(computed.collect::<Result<_, _>>().expect("there is one checksum per block"))
+    }
+}
+
 /// The error that too few fragments of an object are readable.
 pub(crate) fn too_few(found: usize, needed: usize) -> StoreError {
     StoreError::Corrupt {
@@ -187,6 +226,10 @@ pub(crate) fn too_few(found: usize, needed: usize) -> StoreError {
 
 fn checked(units: &[Payload]) -> Vec<CheckedUnit<'_>> {
     units.iter().map(CheckedUnit::from).collect()
+}
+
+fn wrong(e: EcError) -> RecoverError {
+    RecoverError::Refused(refused(e))
 }
 
 fn refused(e: ec::EcError) -> StoreError {

@@ -12,21 +12,23 @@
 //! the tasks end, the dispatcher continues until the host is calm: an old reading must not decide where
 //! the next tasks run.
 //!
-//! The scheduler is not used for small changes or for reconstructing fragments. The bytes for both
-//! are already in this process, so it codes them directly.
+//! The bytes from which fragments are reconstructed are in this process, so only the DPU's cores can
+//! compute them. A large reconstruction runs on a coding thread if one is free. Otherwise, the thread of
+//! the caller computes it. The same applies to small reconstructions and small changes, because a
+//! change of threads would take longer than the computation (`outboard-layers ec`).
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
-use base::block::BLOCK_SIZE;
+use base::block::{BLOCK_SIZE, Payload};
 use base::fault::Faults;
 use ec::offload::batch::CodingWork;
 pub use ec::offload::host_load::Thresholds;
 use ec::offload::host_load::{HostLoad, LoadLevel};
 use ec::offload::scheduler::{
-    Capacity, CodingPlace, Level, PlaceSnapshot, Scheduler, SchedulerConfig, TaskRefused, TaskSlot,
+    Capacity, CodingPlace, Level, PlaceSnapshot, Scheduler, SchedulerConfig, Snapshot, TaskRefused, TaskSlot,
 };
 use ec::offload::software::{self, Processor, SoftwareOptions};
 use ec::offload::worker::Worker;
@@ -41,6 +43,7 @@ use tokio::time::Instant;
 use uuid::Uuid;
 use wire::{CodingMode, CodingOffload, CodingPlaceStatus, CodingStatus, DpuDevices, Error};
 
+use crate::coder::{Reconstruction, RecoverError};
 use crate::task::spawn;
 
 /// Pause between two samples of the host's load.
@@ -54,6 +57,9 @@ const ATTEMPTS: usize = 4;
 /// Maximum number of tasks whose data is in transit to the host's processor, in addition to the
 /// tasks that the processor is executing.
 const ON_THE_WAY: usize = 3;
+
+/// Minimum number of source bytes of a reconstruction that runs on a coding thread.
+const LEAST_RECONSTRUCTION: u64 = 256 << 10;
 
 /// Configuration of a [`CodingDispatcher`].
 #[derive(Debug, Clone)]
@@ -129,7 +135,7 @@ pub(crate) struct StripeBatch {
 pub struct CodingDispatcher {
     stores: Arc<dyn StoreSet>,
     scheduler: Scheduler,
-    /// Chooses between the DPU's cores and its accelerator, if it uses both.
+    /// Schedules tasks on the DPU's cores and its accelerator. `None` if the DPU uses only its cores.
     devices: Option<Scheduler>,
     offload: Option<CodingOffload>,
     software: Worker,
@@ -169,7 +175,7 @@ impl CodingDispatcher {
                 Capacity { slots: cores.slots + accelerator.slots, lanes: cores.lanes + accelerator.lanes }
             }
         };
-        let devices = (config.offload == Some(CodingOffload::Both)).then(|| {
+        let devices = config.offload.filter(|offload| offload.has_accelerator()).map(|_| {
             Scheduler::new(SchedulerConfig {
                 mode: CodingMode::Auto,
                 queue,
@@ -243,7 +249,7 @@ impl CodingDispatcher {
             let slot = self.scheduler.admit(bytes).await.map_err(|e| busy(&e))?;
             let place = slot.place();
             let device = match (&self.devices, place) {
-                (Some(devices), CodingPlace::Offload) => {
+                (Some(devices), CodingPlace::Offload) if self.offload == Some(CodingOffload::Both) => {
                     Some(devices.admit(bytes).await.map_err(|e| busy(&e))?)
                 }
                 _ => None,
@@ -302,6 +308,45 @@ impl CodingDispatcher {
         };
         slot.failed(&why);
         Ok(None)
+    }
+
+    /// Reconstructs fragments. `buffers` allocates the memory for them.
+    pub(crate) async fn reconstruct(
+        &self,
+        task: Reconstruction,
+        buffers: impl Fn(&Reconstruction) -> Vec<FragmentBuf>,
+    ) -> Result<Vec<Payload>, RecoverError> {
+        let work = CodingWork { bytes: task.source_bytes(), computed_fragments: task.computed() as u32 };
+        if let Some(slot) = self.thread_for(work) {
+            let (copy, into) = (task.clone(), buffers(&task));
+            match self.software.submit(work, move || copy.run(into)).await {
+                Ok(reconstructed) => {
+                    slot.done_untimed();
+                    return reconstructed;
+                }
+                Err(e) => slot.failed(&e.to_string()),
+            }
+        }
+        let into = buffers(&task);
+        task.run(into)
+    }
+
+    /// A slot for a reconstruction on the DPU's cores. `None` if the reconstruction is small, or if
+    /// no coding thread is free.
+    fn thread_for(&self, work: CodingWork) -> Option<CodingSlot> {
+        if work.computed_fragments == 0 || work.bytes < LEAST_RECONSTRUCTION {
+            return None;
+        }
+        let cores = match &self.devices {
+            Some(devices) => Some(devices.admit_at(CodingPlace::Host, work.bytes)?),
+            None => None,
+        };
+        // The scheduler's place for the DPU may be the accelerator.
+        if self.offload? == CodingOffload::Accelerator {
+            return Some(CodingSlot { slot: cores?, device: None });
+        }
+        let slot = self.scheduler.admit_at(CodingPlace::Offload, work.bytes)?;
+        Some(CodingSlot { slot, device: cores })
     }
 
     /// Computes parity with the host's processor or the accelerator, in the memory of the stores'
@@ -373,6 +418,11 @@ impl CodingDispatcher {
         self.scheduler.set_host_busy(load == LoadLevel::Busy);
     }
 
+    /// The devices of the DPU, if parity is computed by several.
+    fn shown_devices(&self) -> Option<Snapshot> {
+        self.devices.as_ref().filter(|_| self.offload == Some(CodingOffload::Both)).map(Scheduler::snapshot)
+    }
+
     /// Returns the state of the scheduler and of the coding places, for display.
     pub fn status(&self) -> CodingStatus {
         let snapshot = self.scheduler.snapshot();
@@ -392,7 +442,7 @@ impl CodingDispatcher {
             beta: snapshot.beta,
             host: place_status(snapshot.host),
             offload: place_status(snapshot.offload),
-            devices: self.devices.as_ref().map(Scheduler::snapshot).map(|devices| DpuDevices {
+            devices: self.shown_devices().map(|devices| DpuDevices {
                 cores: place_status(devices.host),
                 accelerator: place_status(devices.offload),
             }),
@@ -411,6 +461,14 @@ impl CodingSlot {
         self.slot.done();
         if let Some(device) = self.device {
             device.done();
+        }
+    }
+
+    /// Ends a task whose time does not tell how long it takes to compute parity.
+    fn done_untimed(self) {
+        self.slot.done_untimed();
+        if let Some(device) = self.device {
+            device.done_untimed();
         }
     }
 

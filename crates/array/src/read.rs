@@ -251,7 +251,7 @@ impl Group {
                 .filter_map(|(&fragment, range)| Some((fragment, range.clone(), links[fragment].clone()?)))
                 .collect();
             if due.is_empty() {
-                match self.take_wanted(wanted, &plan, &have) {
+                match self.take_wanted(wanted, &plan, &have).await {
                     Ok(taken) => return Ok(taken),
                     Err(ComputeError::Damaged(fragment)) if rereads < REREADS => {
                         metrics::counter!("outboard_osd_sources_damaged_total").increment(1);
@@ -285,7 +285,7 @@ impl Group {
 
     /// Extracts the requested ranges from the data that was read, and reconstructs the ranges that
     /// could not be read.
-    fn take_wanted(
+    async fn take_wanted(
         &self,
         wanted: &[FragmentSpan],
         plan: &ReadPlan,
@@ -300,7 +300,7 @@ impl Group {
                 None => self.coder.zero_blocks(over),
             };
             let blocks: Vec<Payload> = plan.sources.iter().map(source).collect();
-            let recovered = self.coder.recover(&plan.sources, &plan.computed, &blocks);
+            let recovered = self.recover(&plan.sources, &plan.computed, blocks).await;
             computed = recovered.map_err(|e| match e {
                 RecoverError::Damaged(source) => ComputeError::Damaged(plan.sources[source]),
                 RecoverError::Refused(e) => ComputeError::Store(e),
@@ -321,6 +321,18 @@ impl Group {
             ComputeError::Store(StoreError::Io(what.into()))
         };
         wanted.iter().map(|span| take(span).ok_or_else(missing)).collect()
+    }
+
+    /// Reconstructs the fragments `wanted` from the `k` fragments `sources`, in a mirror from one
+    /// copy. `blocks` contains whole blocks of each source, of all sources the same number.
+    pub(crate) async fn recover(
+        &self,
+        sources: &[usize],
+        wanted: &[usize],
+        blocks: Vec<Payload>,
+    ) -> Result<Vec<Payload>, RecoverError> {
+        let task = self.coder.reconstruction(sources, wanted, blocks)?;
+        self.coding.reconstruct(task, |task| self.coder.buffers_for(task)).await
     }
 
     /// Reads a range of the fragment of the member at a position. Verifies the fragment's length

@@ -211,7 +211,7 @@ impl Group {
         }
         let (sources, others) = present.split_at(self.layout.k);
         let blocks: Vec<Payload> = sources.iter().filter_map(|&i| fragments[i].clone()).collect();
-        let expected = self.coder.recover(sources, others, &blocks)?;
+        let expected = self.recover(sources, others, blocks).await?;
         let differs = |(&other, expected): (&usize, &Payload)| {
             fragments[other].as_ref().map(Payload::data) != Some(expected.data())
         };

@@ -386,6 +386,8 @@ pub struct CodingSent {
     pub probe: u64,
     /// Tasks sent to measure the place's time per task.
     pub explore: u64,
+    /// Tasks that could run only at this place.
+    pub only: u64,
 }
 
 impl AddAssign for CodingSent {
@@ -395,6 +397,7 @@ impl AddAssign for CodingSent {
         self.cool_down += other.cool_down;
         self.probe += other.probe;
         self.explore += other.explore;
+        self.only += other.only;
     }
 }
 
@@ -402,7 +405,7 @@ impl CodingSent {
     /// Returns the number of tasks, summed over all reasons.
     #[must_use]
     pub fn total(&self) -> u64 {
-        self.mode + self.busy + self.cool_down + self.probe + self.explore
+        self.mode + self.busy + self.cool_down + self.probe + self.explore + self.only
     }
 }
 

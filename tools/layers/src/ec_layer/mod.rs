@@ -2,6 +2,7 @@
 
 mod coding;
 mod experiment;
+mod handover;
 mod places;
 mod write;
 
@@ -11,6 +12,7 @@ use serde::Serialize;
 
 use coding::CodingRates;
 use experiment::PaperExperiment;
+use handover::Handover;
 use write::Write;
 
 use crate::output;
@@ -33,7 +35,10 @@ use node::units::ByteSize;
 /// checksums, using the kernel that "auto" selects. The result is compared with ec_encode_data on
 /// the same fragments.
 ///
-/// The third part is the experiment of "Evaluation of Erasure Coding and Opportunistic Offloading
+/// The third part compares two ways of reconstructing a fragment, and of changing parity after a
+/// change of one data fragment: "in place" on the osd's thread, or "handed over" to a coding thread.
+///
+/// The fourth part is the experiment of "Evaluation of Erasure Coding and Opportunistic Offloading
 /// Algorithms using DPU in Distributed Storage Systems" (figure 2). It encodes files of some sizes
 /// into 128 data and 32 parity fragments in three places: on this host; on a thread that emulates a
 /// core of a DPU; and on the emulated accelerator. The accelerator computes real parity, and its
@@ -80,6 +85,8 @@ struct EcReport {
     coding: Vec<CodingRates>,
     /// Results of cutting new objects into fragments as a node does.
     write: Vec<Write>,
+    /// Tasks in place and on a coding thread.
+    handover: Vec<Handover>,
     experiment: PaperExperiment,
 }
 
@@ -106,12 +113,14 @@ pub fn run(args: EcArgs) -> Result<()> {
     let progress = ProgressMeter::stream(doing);
     let coding = coding::measure(&geometries, kernel, unit, args.rounds, &progress).doing(doing)?;
     let write = write::measure(&geometries, unit, args.rounds, &progress)?;
+    let handover = handover::measure(args.rounds, &progress)?;
     let code = Code::new(Geometry::new(128, 32).doing(doing)?, kernel);
     let sizes: Vec<u64> = args.sizes.iter().map(|size| size.0).collect();
     let experiment = experiment::measure(&code, &sizes, args.rounds, &progress)?;
     drop(progress);
     let isal = KernelChoice::Isal.load().is_ok();
-    let report = EcReport { kernel: kernel.name(), rounds: args.rounds, isal, coding, write, experiment };
+    let report =
+        EcReport { kernel: kernel.name(), rounds: args.rounds, isal, coding, write, handover, experiment };
     if args.json {
         output::json(&report);
     } else {
@@ -119,6 +128,8 @@ pub fn run(args: EcArgs) -> Result<()> {
         output::raw(coding::table(&report.coding));
         output::line("\nwrites of new objects, cut into fragments as a node does\n");
         output::raw(write::table(&report.write));
+        output::line("\nreconstructions and changes, 4+2: in place or on a coding thread\n");
+        output::raw(handover::table(&report.handover));
         output::line("");
         output::raw(&report.experiment);
     }

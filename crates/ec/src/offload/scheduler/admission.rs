@@ -37,6 +37,8 @@ pub(super) enum TaskOutcome<'a> {
     Done,
     /// Done, with the time that a lane spent on it.
     DoneIn(Duration),
+    /// Done, but other tasks will take another time.
+    DoneUntimed,
     Failed(&'a str),
     /// The caller has dropped its slot without reporting an outcome.
     Abandoned,
@@ -163,6 +165,26 @@ impl<W> TaskAdmission<W> {
         Some((waiter, TaskInService { id, bytes, place, is_probe }, reason))
     }
 
+    /// Starts a task that can run only at this place, unless the place is full or not usable, or
+    /// tasks are waiting.
+    pub(super) fn begin_at(&mut self, place: CodingPlace, bytes: u64, now: Instant) -> Option<TaskInService> {
+        let station = &mut self.stations[place as usize];
+        let standing = station.standing(now);
+        if !self.queue.is_empty() || station.is_full() || standing == StationHealth::Down {
+            return None;
+        }
+        let is_probe = standing == StationHealth::ProbeDue;
+        if is_probe {
+            station.begin_probe(now);
+        }
+        let id = self.next_id;
+        self.next_id += 1;
+        station.begin(id, bytes, now);
+        station.sent[Reason::Only as usize] += 1;
+        self.auto.observe(0, &self.stations, now);
+        Some(TaskInService { id, bytes, place, is_probe })
+    }
+
     /// Chooses the coding place of the task at the head of the queue, with the reason. Returns
     /// `None` if the queue is empty or the task must wait.
     fn place_of_head(&self, now: Instant) -> Option<(CodingPlace, Reason)> {
@@ -207,9 +229,11 @@ impl<W> TaskAdmission<W> {
         let station = &mut self.stations[ticket.place as usize];
         let seen = station.end(ticket.id, now);
         match outcome {
-            TaskOutcome::Done | TaskOutcome::DoneIn(_) => {
+            TaskOutcome::Done | TaskOutcome::DoneIn(_) | TaskOutcome::DoneUntimed => {
                 let took = if let TaskOutcome::DoneIn(told) = outcome { told } else { seen };
-                station.estimate.learn(ticket.bytes, took, now);
+                if outcome != TaskOutcome::DoneUntimed {
+                    station.estimate.learn(ticket.bytes, took, now);
+                }
                 if ticket.is_probe {
                     station.health.probed(Ok(()), now);
                 }

@@ -59,6 +59,7 @@ enum Reason {
     CoolDown,
     Probe,
     Explore,
+    Only,
 }
 
 /// Capacity of a coding place.
@@ -179,7 +180,8 @@ impl CodingPlace {
 
 impl Reason {
     /// All reasons, in the order of their indices.
-    const ALL: [Reason; 5] = [Reason::Mode, Reason::Busy, Reason::CoolDown, Reason::Probe, Reason::Explore];
+    const ALL: [Reason; 6] =
+        [Reason::Mode, Reason::Busy, Reason::CoolDown, Reason::Probe, Reason::Explore, Reason::Only];
 
     fn name(self) -> &'static str {
         match self {
@@ -188,6 +190,7 @@ impl Reason {
             Reason::CoolDown => "cool-down",
             Reason::Probe => "probe",
             Reason::Explore => "explore",
+            Reason::Only => "only",
         }
     }
 }
@@ -216,6 +219,16 @@ impl Scheduler {
         let _queued = InQueue { scheduler: self, id };
         self.dispatch();
         Ok(receiver.await.expect("the task of a waiting caller leaves the queue only with a slot"))
+    }
+
+    /// Takes a slot for a task that can run only at this place. Never waits: returns `None` if the
+    /// place has no free slot, is not used because it has failed, or if tasks are waiting. After a
+    /// failure, the task may be the probe.
+    pub fn admit_at(&self, place: CodingPlace, work_bytes: u64) -> Option<TaskSlot> {
+        let ticket = self.0.admission.borrow_mut().begin_at(place, work_bytes, now())?;
+        self.0.meters.sent(place, Reason::Only);
+        self.0.meters.show(&self.0.admission.borrow().view());
+        Some(TaskSlot { scheduler: self.clone(), place, ticket: Some(ticket) })
     }
 
     /// Changes the mode. Tasks in service continue.
@@ -286,6 +299,11 @@ impl TaskSlot {
     /// waiting time.
     pub fn done_in(mut self, took: Duration) {
         self.end(TaskOutcome::DoneIn(took));
+    }
+
+    /// Reports that the task is done, but that its time does not tell how long other tasks take.
+    pub fn done_untimed(mut self) {
+        self.end(TaskOutcome::DoneUntimed);
     }
 
     /// Reports a failure of the place, which begins a cool-down. The caller may request another

@@ -81,6 +81,7 @@ impl PlaceSnapshot {
                 cool_down: sent(Reason::CoolDown),
                 probe: sent(Reason::Probe),
                 explore: sent(Reason::Explore),
+                only: sent(Reason::Only),
             },
             us_per_task: cost.map(|cost| cost.per_task * 1e6),
             us_per_mb: cost.map(|cost| cost.per_byte * 1e12),

@@ -46,6 +46,33 @@ async fn waits<F: Future + Unpin>(future: &mut F) -> bool {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_task_of_one_place_never_waits() {
+    let scheduler = scheduler("async", 2, 8);
+    let at = |place| scheduler.admit_at(place, MB);
+    let first = at(CodingPlace::Offload).unwrap();
+    let second = scheduler.admit(MB).await.unwrap();
+    assert_eq!((first.place(), second.place()), (CodingPlace::Offload, CodingPlace::Offload));
+    assert!(at(CodingPlace::Offload).is_none(), "all slots of the place are taken");
+    assert!(at(CodingPlace::Host).is_some(), "the other place is free");
+    let mut third = pin!(scheduler.admit(MB));
+    assert!(waits(&mut third).await);
+    assert!(at(CodingPlace::Host).is_none(), "a task is waiting");
+    drop(first);
+    third.await.unwrap().done();
+    second.failed("broken");
+    assert!(at(CodingPlace::Offload).is_none(), "the place has failed");
+    advance(200 * MS).await;
+    let probe = at(CodingPlace::Offload).expect("such a task may be the probe");
+    assert!(at(CodingPlace::Offload).is_none(), "the place is being probed");
+    let known = scheduler.snapshot().offload.us_per_task;
+    probe.done_untimed();
+    assert!(at(CodingPlace::Offload).is_some());
+    let after = scheduler.snapshot();
+    assert_eq!((after.offload.sent.only, after.host.sent.only), (3, 1));
+    assert_eq!(after.offload.us_per_task, known, "no time was learnt");
+}
+
+#[tokio::test(start_paused = true)]
 async fn the_mode_chooses_the_coding_place_unless_the_host_is_busy() {
     let scheduler = scheduler("latency-sensitive", 4, 8);
     for (mode, calm) in [("latency-sensitive", "hhhh"), ("async", "oooo"), ("hybrid:3:1", "hhho")] {

@@ -87,7 +87,7 @@ async fn coding(client: &Client) -> CodingStatus {
 }
 
 fn total(sent: client::CodingSent) -> u64 {
-    sent.mode + sent.busy + sent.cool_down + sent.probe + sent.explore
+    sent.mode + sent.busy + sent.cool_down + sent.probe + sent.explore + sent.only
 }
 
 #[tokio::test]
@@ -112,7 +112,28 @@ async fn every_coding_place_computes_parity_that_restores_lost_data() {
         assert!(mode != "async" || total(coding.host.sent) == 0, "{mode}: {coding:?}");
         assert_eq!((&*coding.mode.to_string(), coding.engine), (mode, Some(offload)));
         is_whole_without_any_two(&node, &client, &pool, &objects).await;
+        // With the accelerator alone, the place is the accelerator. The cores reconstruct.
+        let reconstructed = self::coding(&client).await.offload.sent.only;
+        assert_eq!(reconstructed > 0, offload != CodingOffload::Accelerator, "{mode}, {offload:?}");
     }
+}
+
+#[tokio::test]
+async fn reads_succeed_although_the_coding_threads_fail_to_reconstruct() {
+    let (node, client, pool) = node("latency-sensitive", CodingOffload::Dpu, "").await;
+    let objects = write(&pool, 7).await;
+    let before = coding(&client).await.offload;
+    assert_eq!((before.sent.only, before.health.failures), (0, 0));
+    node.config.coding.faults.arm("ec.offload=fail".parse().unwrap()).unwrap();
+    is_whole_without_any_two(&node, &client, &pool, &objects).await;
+    let after = coding(&client).await.offload;
+    assert!(after.health.failures > 0, "the fault fired: {after:?}");
+    node.config.coding.faults.clear();
+    tokio::time::sleep(Duration::from_millis(40)).await;
+    is_whole_without_any_two(&node, &client, &pool, &objects).await;
+    let last = coding(&client).await.offload;
+    assert!(last.sent.only > after.sent.only, "the threads are used again: {after:?} {last:?}");
+    assert_eq!((last.health.failures, last.health.recoveries), (after.health.failures, 1), "{last:?}");
 }
 
 #[tokio::test]
