@@ -31,7 +31,7 @@ const REFERENCE: &str = "async";
 const JUDGED: [&str; 3] = ["latency-sensitive", "hybrid:auto", "hybrid:1:1"];
 const ALONE: &str = "hog alone";
 const WITHOUT_PARITY: &str = "single";
-const PATTERN: Pattern = Pattern { name: "16 MiB x 4", loads: &[("16MiB", 16 << 20, 4)] };
+const PATTERN: Pattern = Pattern::writes("16 MiB x 4", &[("16MiB", 16 << 20, 4)]);
 /// Time at the start of a run, in seconds, in which nothing is written, because the program starts.
 const LEAD: f64 = 0.7;
 /// Time at the end of a run, in seconds, in which nothing is written, because the node's status is

@@ -13,9 +13,9 @@ use crate::rounds::quiet;
 const MODES: [&str; 2] = ["latency-sensitive", "hybrid:1:0"];
 const MIB: u64 = 1 << 20;
 const PATTERNS: [Pattern; 3] = [
-    Pattern { name: "8 MiB x 1", loads: &[("8MiB", 8 * MIB, 1)] },
-    Pattern { name: "16 MiB x 1", loads: &[("16MiB", 16 * MIB, 1)] },
-    Pattern { name: "16 MiB x 4", loads: &[("16MiB", 16 * MIB, 4)] },
+    Pattern::writes("8 MiB x 1", &[("8MiB", 8 * MIB, 1)]),
+    Pattern::writes("16 MiB x 1", &[("16MiB", 16 * MIB, 1)]),
+    Pattern::writes("16 MiB x 4", &[("16MiB", 16 * MIB, 4)]),
 ];
 
 /// Measures the latency of writes in both modes of [`MODES`], and prints the results.

@@ -28,11 +28,11 @@ const PLACES: [(&str, &str, &str, &str); 3] = [
 const FILE_PLACES: [&str; 3] = ["host", "dpu (emulated)", "accelerator (emulated)"];
 const MIB: u64 = 1 << 20;
 const PATTERNS: [Pattern; 5] = [
-    Pattern { name: "8 MiB", loads: &[("8MiB", 8 * MIB, 1)] },
-    Pattern { name: "16 MiB", loads: &[("16MiB", 16 * MIB, 1)] },
-    Pattern { name: "32 MiB", loads: &[("32MiB", 32 * MIB, 1)] },
-    Pattern { name: "64 MiB", loads: &[("64MiB", 64 * MIB, 1)] },
-    Pattern { name: "128 MiB", loads: &[("128MiB", 128 * MIB, 1)] },
+    Pattern::writes("8 MiB", &[("8MiB", 8 * MIB, 1)]),
+    Pattern::writes("16 MiB", &[("16MiB", 16 * MIB, 1)]),
+    Pattern::writes("32 MiB", &[("32MiB", 32 * MIB, 1)]),
+    Pattern::writes("64 MiB", &[("64MiB", 64 * MIB, 1)]),
+    Pattern::writes("128 MiB", &[("128MiB", 128 * MIB, 1)]),
 ];
 
 /// The parts of `outboard-layers ec --json` that are drawn.

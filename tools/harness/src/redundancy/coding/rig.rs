@@ -1,6 +1,7 @@
 //! The node under test: the host's roles run on one CPU, the DPU's roles on another.
 
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
@@ -10,6 +11,7 @@ use crate::Result;
 use crate::evaluation::processes::Threads;
 use crate::node::{BenchResult, BenchSpec, Node, NodePlacement};
 use crate::redundancy::settings::RedundancySettings;
+use crate::redundancy::watch::{WatchedState, wait_until, wait_until_whole};
 
 /// Number of targets of the node: one for each fragment of a 4+2 object.
 const TARGETS: u32 = 6;
@@ -26,6 +28,7 @@ pub struct CodingRig {
     dir: PathBuf,
     target_size: &'static str,
     set_bytes: u64,
+    is_degraded: AtomicBool,
     /// The CPUs of the host, of the DPU and of the clients.
     pub cpus: Division,
 }
@@ -38,9 +41,31 @@ pub struct Pattern {
     /// Each set of writes: object size in the syntax of the command line, object size in bytes, and
     /// number of writes in flight.
     pub loads: &'static [(&'static str, u64, u32)],
+    /// Number of reads of [`READ`] in flight at the same time, while one target is out of use. With
+    /// 0 reads, all targets are in use.
+    pub degraded_reads: u32,
 }
 
-/// The results of a run of writes.
+impl Pattern {
+    /// Sets of writes, while all targets are in use.
+    pub const fn writes(name: &'static str, loads: &'static [(&'static str, u64, u32)]) -> Pattern {
+        Pattern { name, loads, degraded_reads: 0 }
+    }
+
+    /// As [`writes`](Self::writes), with reads that reconstruct data at the same time.
+    pub const fn with_degraded_reads(self, degraded_reads: u32) -> Pattern {
+        Pattern { degraded_reads, ..self }
+    }
+}
+
+/// Size of the objects of degraded reads, in the syntax of the command line and in bytes.
+pub const READ: (&str, u64) = ("16MiB", 16 << 20);
+/// The target that is out of use during degraded reads.
+const OUT: &str = "5";
+/// Maximum time until the node has noticed that a target is out of use.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// The results of a run of writes, and of degraded reads if the pattern has any.
 #[derive(Debug, Clone, Copy, Default, Serialize)]
 pub struct WriteRun {
     /// Throughput in 10^6 bytes of objects per second.
@@ -51,7 +76,7 @@ pub struct WriteRun {
     pub p99_us: f64,
     /// Number of failed writes.
     pub errors: u64,
-    /// Number of coding tasks that were assigned to the host.
+    /// Number of coding tasks that were assigned to the host. Reconstructions do not count.
     pub host_tasks: u64,
     /// Number of coding tasks that were assigned to the DPU.
     pub offload_tasks: u64,
@@ -133,7 +158,8 @@ impl CodingRig {
         let dir = dir.join("coding");
         let node = handle(&dir, offload, &cpus)?;
         let (target_size, set_bytes) = (settings.target_size(), settings.set_bytes());
-        let rig = CodingRig { node, dir, target_size, set_bytes, cpus };
+        let is_degraded = AtomicBool::new(false);
+        let rig = CodingRig { node, dir, target_size, set_bytes, is_degraded, cpus };
         rig.node.up_quietly(NodePlacement::Dpu, TARGETS, rig.target_size)?;
         for (pool, redundancy) in [(POOL, "ec:4+2"), (SINGLE, "single")] {
             rig.node.run_quietly(&["pool", "create", pool, "--redundancy", redundancy])?;
@@ -181,6 +207,7 @@ impl CodingRig {
     /// # Errors
     /// If the node or a command fails.
     pub fn write(&self, pool: &str, pattern: &Pattern, seconds: u32) -> Result<WriteRun> {
+        self.degrade(pattern.degraded_reads > 0)?;
         let before = self.coding()?;
         let store = self.node.process("store", Duration::ZERO)?.0;
         let (threads, began) = (Threads::of(store), Instant::now());
@@ -208,18 +235,34 @@ impl CodingRig {
         })
     }
 
+    /// Takes a target out of use, or uses all targets again.
+    fn degrade(&self, is_degraded: bool) -> Result<()> {
+        if self.is_degraded.swap(is_degraded, Ordering::Relaxed) == is_degraded {
+            return Ok(());
+        }
+        self.node.run_quietly(&["target", if is_degraded { "out" } else { "in" }, OUT])?;
+        if is_degraded {
+            wait_until(&self.node, PATIENCE, "degraded", WatchedState::is_degraded_and_idle).map(drop)
+        } else {
+            wait_until_whole(&self.node).map(drop)
+        }
+    }
+
     fn all_loads(&self, pool: &str, pattern: &Pattern, seconds: u32) -> Result<Vec<BenchResult>> {
-        let one = |(size, bytes, in_flight): &(&str, u64, u32)| {
+        let one = |mode: &'static str, (size, bytes, in_flight): (&'static str, u64, u32)| {
             // More objects than writes in flight, so that no object is written twice at the same
             // time.
-            let objects = (self.set_bytes / bytes).max(u64::from(*in_flight) + 2).to_string();
-            let workload = BenchSpec { mode: "write", object_size: size, in_flight: *in_flight, seconds };
+            let objects = (self.set_bytes / bytes).max(u64::from(in_flight) + 2).to_string();
+            let workload = BenchSpec { mode, object_size: size, in_flight, seconds };
             let run = || self.node.bench_with(pool, workload, &["--objects", &objects]);
             // The result must be `Send`, so the thread returns the error's message.
             on(&self.cpus.clients, run).map_err(|e| e.to_string())
         };
         std::thread::scope(|scope| {
-            let running: Vec<_> = pattern.loads.iter().map(|load| scope.spawn(move || one(load))).collect();
+            let reads =
+                (pattern.degraded_reads > 0).then_some(("read", (READ.0, READ.1, pattern.degraded_reads)));
+            let all = pattern.loads.iter().map(|load| ("write", *load)).chain(reads);
+            let running: Vec<_> = all.map(|(mode, load)| scope.spawn(move || one(mode, load))).collect();
             let ended = running.into_iter().map(|thread| thread.join().map_err(|_| "a load panicked")?);
             ended.map(|found: std::result::Result<_, String>| found.map_err(Into::into)).collect()
         })
@@ -253,7 +296,7 @@ mod tests {
 
     #[test]
     fn the_status_of_coding_is_parsed_and_tasks_are_summed_over_reasons() {
-        let place = r#"{"in_service":0,"slots":4,"sent":{"mode":35,"busy":2,"cool_down":0,"probe":1,"explore":3},"ns_per_mb":1}"#;
+        let place = r#"{"in_service":0,"slots":4,"sent":{"mode":35,"busy":2,"cool_down":0,"probe":1,"explore":3,"only":7},"ns_per_mb":1}"#;
         let text = format!(
             r#"{{"mode":"async","engine":"dpu","host_busy":true,"host_utilization_percent":100,"host_pressure_percent":null,
             "refused":0,"alpha":1,"beta":2,"host":{place},"offload":{place}}}"#

@@ -34,14 +34,14 @@ const MODES: [(&str, &str); 9] = [
 const PAIRS: u32 = 4;
 const MIB: u64 = 1 << 20;
 /// Loads that were not used to tune the scheduler: few and many concurrent writes of one size, and
-/// concurrent writes of two sizes.
+/// writes together with reads of 16 MiB that reconstruct data because a target is out of use.
 const PATTERNS: [Pattern; 6] = [
-    Pattern { name: "16 MiB x 1", loads: &[("16MiB", 16 * MIB, 1)] },
-    Pattern { name: "16 MiB x 4", loads: &[("16MiB", 16 * MIB, 4)] },
-    Pattern { name: "16 MiB x 16", loads: &[("16MiB", 16 * MIB, 16)] },
-    Pattern { name: "8 MiB x 4", loads: &[("8MiB", 8 * MIB, 4)] },
-    Pattern { name: "8 MiB x 16", loads: &[("8MiB", 8 * MIB, 16)] },
-    Pattern { name: "8 and 16 MiB x 4", loads: &[("8MiB", 8 * MIB, 4), ("16MiB", 16 * MIB, 4)] },
+    Pattern::writes("1 MiB x 16", &[("1MiB", MIB, 16)]),
+    Pattern::writes("4 MiB x 4", &[("4MiB", 4 * MIB, 4)]),
+    Pattern::writes("4 MiB x 16", &[("4MiB", 4 * MIB, 16)]),
+    Pattern::writes("16 MiB x 1", &[("16MiB", 16 * MIB, 1)]),
+    Pattern::writes("16 MiB x 4", &[("16MiB", 16 * MIB, 4)]),
+    Pattern::writes("4 MiB x 4, reads x 2", &[("4MiB", 4 * MIB, 4)]).with_degraded_reads(2),
 ];
 
 /// Measures all modes, and prints and draws the results.

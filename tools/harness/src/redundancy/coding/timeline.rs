@@ -12,7 +12,7 @@ use crate::report::say;
 use crate::rounds::book::Book;
 use crate::rounds::plot::{ChartLine, Panel, ShadedSpan, timeline};
 
-const PATTERN: Pattern = Pattern { name: "16 MiB x 4", loads: &[("16MiB", 16 << 20, 4)] };
+const PATTERN: Pattern = Pattern::writes("16 MiB x 4", &[("16MiB", 16 << 20, 4)]);
 /// Pause between two observations of the scheduler.
 const EVERY: Duration = Duration::from_millis(100);
 /// Time between the start of the load and the first observation.
