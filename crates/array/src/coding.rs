@@ -59,7 +59,7 @@ const ATTEMPTS: usize = 4;
 const ON_THE_WAY: usize = 3;
 
 /// Minimum number of source bytes of a reconstruction that runs on a coding thread.
-const LEAST_RECONSTRUCTION: u64 = 256 << 10;
+const LEAST_RECONSTRUCTION: u64 = 1 << 20;
 
 /// Configuration of a [`CodingDispatcher`].
 #[derive(Debug, Clone)]

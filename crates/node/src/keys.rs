@@ -77,7 +77,32 @@ impl Key {
         match self.default {
             Value::Array(_) => Value::Array(text.split(':').map(|t| Value::String(t.to_owned())).collect()),
             Value::Integer(_) => text.parse().map_or_else(|_| Value::String(text.to_owned()), Value::Integer),
+            Value::Float(_) => text.parse().map_or_else(|_| Value::String(text.to_owned()), Value::Float),
+            Value::Boolean(_) => text.parse().map_or_else(|_| Value::String(text.to_owned()), Value::Boolean),
             _ => Value::String(text.to_owned()),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn load(variable: &str, value: &str) -> Config {
+        let env = |name: &str| (name == variable).then(|| value.to_owned());
+        let path = std::path::Path::new("config.toml");
+        crate::config_file::of_text("", path, env).unwrap_or_else(|e| panic!("{variable}={value}: {e}"))
+    }
+
+    #[test]
+    fn the_environment_accepts_the_default_of_every_key() {
+        for key in keys() {
+            match &key.default {
+                Value::Array(_) => {}
+                Value::String(text) => drop(load(&key.env(), text)),
+                other => drop(load(&key.env(), &other.to_string())),
+            }
+        }
+        assert!(!load("OUTBOARD_CODING_COUNT_STORE", "false").coding.count_store);
     }
 }
