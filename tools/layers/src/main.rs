@@ -8,6 +8,7 @@
 //! | `shards` | osds with several shards, each on a store in memory |
 //! | `channel` | `ProxyStore`, channel and DMA engine, on a store in memory |
 //! | `dma` | the DMA engines alone |
+//! | `registration` | registration of memory with a network device |
 //! | `store` | `BlockStore` on a drive or a file |
 //! | `ec` | the coding kernels, and coding on the host and on the emulated DPU |
 //! | `checksums` | the verification of data, alone and while it is coded |
@@ -24,6 +25,7 @@ mod dma_layer;
 mod ec_layer;
 mod osd_layer;
 mod output;
+mod registration_layer;
 mod rpc;
 mod shards_layer;
 mod store_layer;
@@ -54,6 +56,7 @@ enum Layer {
     Shards(shards_layer::ShardsArgs),
     Channel(channel_layer::ChannelLayerArgs),
     Dma(dma_layer::DmaLayerArgs),
+    Registration(registration_layer::RegistrationArgs),
     Store(store_layer::StoreLayerArgs),
     Ec(ec_layer::EcArgs),
     Checksums(checksum_layer::ChecksumArgs),
@@ -75,6 +78,7 @@ fn main() -> ExitCode {
         Layer::Shards(args) => shards_layer::run(&args),
         Layer::Channel(args) => channel_layer::run(&args),
         Layer::Dma(args) => dma_layer::run(&args),
+        Layer::Registration(args) => registration_layer::run(&args),
         Layer::Store(args) => store_layer::run(&args),
         Layer::Ec(args) => ec_layer::run(args),
         Layer::Checksums(args) => checksum_layer::run(&args),

@@ -52,7 +52,7 @@ pub struct UpArgs {
     #[arg(long, value_name = "PLACEMENT", value_parser = crate::args::placement())]
     pub placement: Option<Placement>,
     /// Number of targets to create at the first start; it cannot be changed later [default: 1]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=64))]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
     pub targets: Option<u16>,
     /// Size of each new target [default: the configured size; 8GiB for a new node]
     #[arg(long, value_name = "SIZE")]

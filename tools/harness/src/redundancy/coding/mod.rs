@@ -17,10 +17,11 @@ pub mod places;
 pub mod rig;
 pub mod sweep;
 pub mod timeline;
+pub mod wide;
 
 use std::path::Path;
 
-use rig::{CodingRig, Pattern, WriteRun};
+use rig::{CodingNode, CodingRig, Pattern, WriteRun};
 
 use super::settings::RedundancySettings;
 use crate::Result;
@@ -29,7 +30,8 @@ use crate::rounds::book::Book;
 
 type Experiment = fn(&RedundancySettings, &mut CodingRig, &mut Book) -> Result<()>;
 
-/// All experiments with their names. The argument `coding:NAME` runs only one experiment.
+/// All experiments on the usual node, with their names. The argument `coding:NAME` runs only one
+/// experiment.
 const EXPERIMENTS: [(&str, Experiment); 5] = [
     ("sweep", sweep::measure),
     ("latency", latency::measure),
@@ -37,6 +39,8 @@ const EXPERIMENTS: [(&str, Experiment); 5] = [
     ("timeline", timeline::measure),
     ("places", places::measure),
 ];
+/// The experiments on a node of their own.
+const WIDE: [(&str, Experiment); 1] = [("wide", wide::measure)];
 
 /// Modes that send all coding tasks to the DPU, so that a busy host makes no difference.
 const ALL_TO_DPU: [&str; 2] = ["async", "hybrid:0:1"];
@@ -49,20 +53,42 @@ const BUSY_ALLOWED: f64 = 5.0;
 /// # Errors
 /// If the node fails, or the requested experiment does not exist.
 pub fn measure(settings: &RedundancySettings, dir: &Path) -> Result<Book> {
-    let wanted = |name: &str| settings.only.as_deref().is_none_or(|only| only == name);
-    let chosen: Vec<Experiment> =
-        EXPERIMENTS.into_iter().filter(|(n, _)| wanted(n)).map(|(_, e)| e).collect();
-    if chosen.is_empty() {
-        let names: Vec<&str> = EXPERIMENTS.into_iter().map(|(name, _)| name).collect();
+    let usual = (CodingNode::usual(settings), &EXPERIMENTS[..]);
+    let nodes = [usual, (wide::NODE, &WIDE[..])];
+    if let Some(only) = &settings.only
+        && !nodes.iter().any(|(_, all)| all.iter().any(|(name, _)| name == only))
+    {
+        let names: Vec<&str> = nodes.iter().flat_map(|(_, all)| all.iter().map(|(name, _)| *name)).collect();
         return Err(format!(
             "the part `coding` has no experiment with this name; choose from {}",
             names.join(", ")
         )
         .into());
     }
-    let mut rig = CodingRig::up(dir, &settings.offload, settings)?;
+    let mut book = Book::default();
+    for (shape, all) in nodes {
+        let wanted = |name: &str| settings.only.as_deref().is_none_or(|only| only == name);
+        let chosen: Vec<Experiment> = all.iter().filter(|(n, _)| wanted(n)).map(|(_, e)| *e).collect();
+        if !chosen.is_empty() {
+            run(settings, dir, shape, &chosen, &mut book)?;
+        }
+    }
+    Ok(book)
+}
+
+/// Runs experiments on one node, which is removed at the end.
+fn run(
+    settings: &RedundancySettings,
+    dir: &Path,
+    shape: CodingNode,
+    experiments: &[Experiment],
+    book: &mut Book,
+) -> Result<()> {
+    let mut rig = CodingRig::up(dir, shape, &settings.offload, settings)?;
     say(format!(
-        "\ncoding: ec:4+2 on 6 targets, host on CPU {}, DPU on CPU {}, clients on {:?}; offload {}; {} round(s), {} s per run",
+        "\ncoding: {} on {} targets, host on CPU {}, DPU on CPU {}, clients on {:?}; offload {}; {} round(s), {} s per run",
+        shape.redundancy,
+        shape.targets,
         rig.cpus.host,
         rig.cpus.dpu,
         rig.cpus.clients,
@@ -70,11 +96,12 @@ pub fn measure(settings: &RedundancySettings, dir: &Path) -> Result<Book> {
         settings.run.rounds,
         settings.run.seconds
     ));
-    let mut book = Book::default();
-    for experiment in chosen {
-        experiment(settings, &mut rig, &mut book)?;
+    for experiment in experiments {
+        experiment(settings, &mut rig, book)?;
     }
-    Ok(book)
+    drop(rig);
+    std::fs::remove_dir_all(dir.join(shape.name))?;
+    Ok(())
 }
 
 /// Records the results of a run of writes as the case `what`.

@@ -19,7 +19,7 @@ use crate::rounds::quiet;
 
 /// The coding places. Each has its name, the value of `coding.offload` (the part of the DPU that
 /// codes), the coding mode that uses the place, and its class in the style sheet.
-const PLACES: [(&str, &str, &str, &str); 3] = [
+pub(super) const PLACES: [(&str, &str, &str, &str); 3] = [
     ("host", "dpu", "latency-sensitive", "host"),
     ("DPU, cores", "dpu", "async", "memcpy"),
     ("DPU, accelerator (emulated)", "accelerator", "async", "bf3"),
@@ -27,7 +27,7 @@ const PLACES: [(&str, &str, &str, &str); 3] = [
 /// The names of the same places in the output of `outboard-layers ec`.
 const FILE_PLACES: [&str; 3] = ["host", "dpu (emulated)", "accelerator (emulated)"];
 const MIB: u64 = 1 << 20;
-const PATTERNS: [Pattern; 5] = [
+pub(super) const PATTERNS: [Pattern; 5] = [
     Pattern::writes("8 MiB", &[("8MiB", 8 * MIB, 1)]),
     Pattern::writes("16 MiB", &[("16MiB", 16 * MIB, 1)]),
     Pattern::writes("32 MiB", &[("32MiB", 32 * MIB, 1)]),
@@ -63,6 +63,22 @@ struct PlaceRow {
 /// # Errors
 /// If the node fails.
 pub fn measure(settings: &RedundancySettings, rig: &mut CodingRig, book: &mut Book) -> Result<()> {
+    write_everywhere(settings, rig, book)?;
+    let files = rig.files(settings.run.rounds)?;
+    for row in &files {
+        let what = format!("file of {} MiB, {}", row.file_bytes / MIB, row.place);
+        book.note(&what, "milliseconds", 1, row.seconds * 1e3);
+    }
+    print(book, rig.redundancy());
+    settings.run.save("figure2.svg", &draw(book, rig.redundancy(), &files))
+}
+
+/// Writes objects of all sizes with each coding place.
+pub(super) fn write_everywhere(
+    settings: &RedundancySettings,
+    rig: &mut CodingRig,
+    book: &mut Book,
+) -> Result<()> {
     for round in 1..=settings.run.rounds {
         say(format!("  figure 2, round {round} of {}", settings.run.rounds));
         quiet::look(book, round)?;
@@ -72,18 +88,11 @@ pub fn measure(settings: &RedundancySettings, rig: &mut CodingRig, book: &mut Bo
                 // There is no warm-up run, so the first write also pays for the first use of
                 // memory.
                 let run = write_in(rig, mode, pattern, settings.run.seconds.min(2))?;
-                note_idle(book, &name(pattern, place), mode, round, &run);
+                note_idle(book, &name(rig.redundancy(), pattern, place), mode, round, &run);
             }
         }
     }
-    rig.restart(&settings.offload)?;
-    let files = rig.files(settings.run.rounds)?;
-    for row in &files {
-        let what = format!("file of {} MiB, {}", row.file_bytes / MIB, row.place);
-        book.note(&what, "milliseconds", 1, row.seconds * 1e3);
-    }
-    print(book);
-    settings.run.save("figure2.svg", &draw(book, &files))
+    rig.restart(&settings.offload)
 }
 
 impl CodingRig {
@@ -104,22 +113,24 @@ impl CodingRig {
     }
 }
 
-fn name(pattern: &Pattern, place: &str) -> String {
-    format!("write of {}, coded by {place}", pattern.name)
+/// Name of the case in the results.
+pub(super) fn name(redundancy: &str, pattern: &Pattern, place: &str) -> String {
+    format!("write of {} to {redundancy}, coded by {place}", pattern.name)
 }
 
-fn ms_per_mib(book: &Book, pattern: &Pattern, place: &str) -> Option<Estimate> {
+fn ms_per_mib(book: &Book, redundancy: &str, pattern: &Pattern, place: &str) -> Option<Estimate> {
     let mib = (pattern.loads[0].1 / MIB) as f64;
-    let rounds = book.rounds(&name(pattern, place), "latency_us_p50");
+    let rounds = book.rounds(&name(redundancy, pattern, place), "latency_us_p50");
     estimate(rounds.into_values().map(|us| us / 1e3 / mib))
 }
 
-fn print(book: &Book) {
+/// Prints the median latency for each size and place.
+pub(super) fn print(book: &Book, redundancy: &str) {
     let head = PLACES.map(|(place, ..)| place);
     let mut table = Table::new(&[&["p50 of one write at a time, ms"][..], &head].concat());
     for pattern in &PATTERNS {
         let ms = PLACES.map(|(place, ..)| {
-            let rounds = book.rounds(&name(pattern, place), "latency_us_p50");
+            let rounds = book.rounds(&name(redundancy, pattern, place), "latency_us_p50");
             cell(&rounds.into_iter().map(|(round, us)| (round, us / 1e3)).collect())
         });
         table.row(&[&[pattern.name.to_owned()][..], &ms].concat());
@@ -128,7 +139,7 @@ fn print(book: &Book) {
     table.print();
 }
 
-fn draw(book: &Book, files: &[PlaceRow]) -> String {
+fn draw(book: &Book, redundancy: &str, files: &[PlaceRow]) -> String {
     let groups: Vec<String> = PATTERNS.iter().map(|p| p.name.to_owned()).collect();
     let sizes: Vec<u64> = PATTERNS.iter().map(|p| p.loads[0].1).collect();
     let per_mib = |place: &str, size: u64| {
@@ -153,23 +164,28 @@ fn draw(book: &Book, files: &[PlaceRow]) -> String {
         class: "paper-a",
         values: sizes.iter().map(paper).collect(),
     });
-    let writing = PLACES.iter().map(|(place, _, _, class)| Series {
-        name: (*place).to_owned(),
-        class,
-        values: PATTERNS.iter().map(|pattern| ms_per_mib(book, pattern, place)).collect(),
-    });
     grouped_file(&[
         Grouped {
             title: "Encoding a file, 128+32, one core".to_owned(),
             axis: "ms per MiB".to_owned(),
-            groups: groups.clone(),
+            groups,
             series: encoding,
         },
-        Grouped {
-            title: "Writing an object to ec:4+2, one at a time".to_owned(),
-            axis: "ms per MiB, median".to_owned(),
-            groups,
-            series: writing.collect(),
-        },
+        writing(book, redundancy),
     ])
+}
+
+/// The latency of writes in each place, per MiB.
+pub(super) fn writing(book: &Book, redundancy: &str) -> Grouped {
+    let series = PLACES.iter().map(|(place, _, _, class)| Series {
+        name: (*place).to_owned(),
+        class,
+        values: PATTERNS.iter().map(|pattern| ms_per_mib(book, redundancy, pattern, place)).collect(),
+    });
+    Grouped {
+        title: format!("Writing an object to {redundancy}, one at a time"),
+        axis: "ms per MiB, median".to_owned(),
+        groups: PATTERNS.iter().map(|p| p.name.to_owned()).collect(),
+        series: series.collect(),
+    }
 }

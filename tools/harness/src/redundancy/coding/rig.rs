@@ -13,8 +13,27 @@ use crate::node::{BenchResult, BenchSpec, Node, NodePlacement};
 use crate::redundancy::settings::RedundancySettings;
 use crate::redundancy::watch::{WatchedState, wait_until, wait_until_whole};
 
-/// Number of targets of the node: one for each fragment of a 4+2 object.
-const TARGETS: u32 = 6;
+/// The node of an experiment.
+#[derive(Debug, Clone, Copy)]
+pub struct CodingNode {
+    /// Name of the node's directory.
+    pub name: &'static str,
+    /// Redundancy of the pool [`POOL`].
+    pub redundancy: &'static str,
+    /// Number of targets: one for each fragment.
+    pub targets: u32,
+    /// Size of each target, in the syntax of the command line.
+    pub target_size: &'static str,
+}
+
+impl CodingNode {
+    /// The node of most experiments.
+    pub fn usual(settings: &RedundancySettings) -> CodingNode {
+        let target_size = settings.target_size();
+        CodingNode { name: "coding", redundancy: "ec:4+2", targets: 6, target_size }
+    }
+}
+
 /// Name of the pool with parity.
 pub const POOL: &str = "ec";
 /// Name of the pool without redundancy.
@@ -26,7 +45,7 @@ pub struct CodingRig {
     /// The node. Its commands run on any CPU, unless the caller restricts them.
     pub(super) node: Node,
     dir: PathBuf,
-    target_size: &'static str,
+    shape: CodingNode,
     set_bytes: u64,
     is_degraded: AtomicBool,
     /// The CPUs of the host, of the DPU and of the clients.
@@ -153,18 +172,27 @@ impl CodingRig {
     ///
     /// # Errors
     /// If the node does not start.
-    pub fn up(dir: &Path, offload: &str, settings: &RedundancySettings) -> Result<CodingRig> {
+    pub fn up(
+        dir: &Path,
+        shape: CodingNode,
+        offload: &str,
+        settings: &RedundancySettings,
+    ) -> Result<CodingRig> {
         let cpus = Division::here()?;
-        let dir = dir.join("coding");
+        let dir = dir.join(shape.name);
         let node = handle(&dir, offload, &cpus)?;
-        let (target_size, set_bytes) = (settings.target_size(), settings.set_bytes());
-        let is_degraded = AtomicBool::new(false);
-        let rig = CodingRig { node, dir, target_size, set_bytes, is_degraded, cpus };
-        rig.node.up_quietly(NodePlacement::Dpu, TARGETS, rig.target_size)?;
-        for (pool, redundancy) in [(POOL, "ec:4+2"), (SINGLE, "single")] {
+        let (set_bytes, is_degraded) = (settings.set_bytes(), AtomicBool::new(false));
+        let rig = CodingRig { node, dir, shape, set_bytes, is_degraded, cpus };
+        rig.node.up_quietly(NodePlacement::Dpu, shape.targets, shape.target_size)?;
+        for (pool, redundancy) in [(POOL, shape.redundancy), (SINGLE, "single")] {
             rig.node.run_quietly(&["pool", "create", pool, "--redundancy", redundancy])?;
         }
         Ok(rig)
+    }
+
+    /// Redundancy of the pool [`POOL`].
+    pub fn redundancy(&self) -> &'static str {
+        self.shape.redundancy
     }
 
     /// Restarts the node with `offload` as the part of the DPU that computes parity.
@@ -174,7 +202,7 @@ impl CodingRig {
     pub fn restart(&mut self, offload: &str) -> Result<()> {
         self.node.down()?;
         self.node = handle(&self.dir, offload, &self.cpus)?;
-        self.node.up_quietly(NodePlacement::Dpu, TARGETS, self.target_size)
+        self.node.up_quietly(NodePlacement::Dpu, self.shape.targets, self.shape.target_size)
     }
 
     /// Runs a command of `outboard` on the clients' CPUs, and returns its JSON output.
@@ -270,7 +298,9 @@ impl CodingRig {
 }
 
 fn handle(dir: &Path, offload: &str, cpus: &Division) -> Result<Node> {
+    // The host has one CPU. Its load by the store must not decide instead of the coding mode.
     let node = Node::new(dir)?.with_env("OUTBOARD_CODING_OFFLOAD", offload);
+    let node = node.with_env("OUTBOARD_CODING_COUNT_STORE", "false");
     let node = node.with_env("OUTBOARD_STORE_CPUS", &cpus.host.to_string());
     Ok(node.with_env("OUTBOARD_OSD_CPUS", &cpus.dpu.to_string()))
 }
