@@ -182,6 +182,13 @@ pub trait BulkSink: Send + Sync {
         self.len() == 0
     }
 
+    /// Number of bytes from the start of the sink that the peer is likely to fill. Only these bytes
+    /// are exposed to one-sided transfers, because the exposure of memory takes time in proportion
+    /// to its length. The peer sends other data in messages.
+    fn likely_len(&self) -> u64 {
+        self.len()
+    }
+
     /// Stores `payload` at byte `offset` of the sink. The messenger has verified the checksums. The
     /// implementation must not block. It returns `false` to refuse the data, for example because
     /// ranges overlap.

@@ -38,14 +38,19 @@ pub async fn bulk_transfers_deliver_the_right_bytes(rig: &Rig) {
                 source.finish();
             }
 
-            let room = Buffer::new(block_offset, &vec![0; size]);
-            let sink = client.offer_sink(Arc::clone(&room) as _, block_offset as u16).expect("offered");
-            let payload = Payload::compute(block_offset, data.clone());
-            server.bulk_write(&sink.descriptor, 0, payload, LONG).await.expect("pushed");
-            server.send(message(b"pushed")).await.expect("sent");
-            assert_eq!(next_message(&mut *from_server).await.header.as_ref(), b"pushed");
-            sink.finish();
-            assert!(room.content() == data[..], "{size} bytes at block_offset {block_offset}");
+            for likely in [size, random.random_range(0..=size)] {
+                let room = Buffer::partly_exposed(block_offset, size, likely);
+                let sink = client.offer_sink(Arc::clone(&room) as _, block_offset as u16).expect("offered");
+                let exposed = sink.descriptor.remote.as_ref().map(|remote| remote.segments[0].len);
+                assert!(exposed.is_none_or(|exposed| exposed == likely as u64), "{exposed:?} of {likely}");
+                let payload = Payload::compute(block_offset, data.clone());
+                server.bulk_write(&sink.descriptor, 0, payload, LONG).await.expect("pushed");
+                server.send(message(b"pushed")).await.expect("sent");
+                assert_eq!(next_message(&mut *from_server).await.header.as_ref(), b"pushed");
+                sink.finish();
+                let what = format!("{size} bytes at block_offset {block_offset}, {likely} likely");
+                assert!(room.content() == data[..], "{what}");
+            }
         }
     }
     ranges_of_one_offer(&(client, from_server), &server, &mut random).await;

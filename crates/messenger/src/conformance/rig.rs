@@ -124,6 +124,7 @@ pub struct Buffer {
     filled: Mutex<Vec<(u64, u64)>>,
     taken: AtomicU64,
     len: u64,
+    likely: u64,
     in_memory: bool,
     /// The time that each read takes.
     pub delay: Duration,
@@ -143,6 +144,14 @@ impl Buffer {
         Arc::new(Buffer { in_memory: true, ..Buffer::slow(block_offset, data, Duration::ZERO) })
     }
 
+    /// Creates a sink of which peers may write only the first `likely` bytes by one-sided
+    /// transfers.
+    #[must_use]
+    pub fn partly_exposed(block_offset: u64, len: usize, likely: usize) -> Arc<Buffer> {
+        let likely = likely as u64;
+        Arc::new(Buffer { likely, ..Buffer::slow(block_offset, &vec![0; len], Duration::ZERO) })
+    }
+
     /// Creates a buffer whose reads take the time `delay` each.
     #[must_use]
     pub fn slow(block_offset: u64, data: &[u8], delay: Duration) -> Buffer {
@@ -153,6 +162,7 @@ impl Buffer {
             filled: Mutex::default(),
             taken: AtomicU64::new(0),
             len,
+            likely: len,
             in_memory: false,
             delay,
         }
@@ -216,6 +226,10 @@ impl BulkSource for Buffer {
 impl BulkSink for Buffer {
     fn len(&self) -> u64 {
         self.len
+    }
+
+    fn likely_len(&self) -> u64 {
+        self.likely
     }
 
     fn write(&self, offset: u64, payload: Payload) -> bool {

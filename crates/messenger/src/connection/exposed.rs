@@ -47,7 +47,8 @@ impl ExposedOffer {
                 (fabric::ExposedMemory::Bytes(data), checksums, None)
             }
             Offered::Sink(sink, _) => {
-                let room = PeerBuffer::new(link.room(usize::try_from(sink.len()).ok()?)?);
+                let len = usize::try_from(sink.likely_len().min(sink.len())).ok().filter(|len| *len > 0)?;
+                let room = PeerBuffer::new(link.room(len)?);
                 (fabric::ExposedMemory::Buffer(room.clone()), Vec::new(), Some(room))
             }
         };

@@ -12,6 +12,10 @@ use crate::engine::SinkMemory;
 /// Chunks of up to this length, in bytes, are copied. Larger chunks are kept without a copy.
 const COPY_MAX_BYTES: usize = 16 << 10;
 
+/// Minimum number of bytes that a read is assumed to fill. Less memory takes hardly less time to
+/// register (`outboard-layers registration`).
+const LEAST_LIKELY: u64 = 64 << 10;
+
 /// The blocks that a read transfers, and the range of bytes in these blocks that the caller has
 /// requested.
 #[derive(Debug, Clone)]
@@ -22,6 +26,8 @@ pub(crate) struct BlockWindow {
     len: u64,
     /// Length of all blocks, in bytes.
     pub(crate) room: u64,
+    /// Number of bytes at the start of the blocks that are likely to exist.
+    likely: u64,
     /// Destination of the requested bytes. With `None`, the answer contains these bytes.
     memory: Option<Arc<dyn SinkMemory>>,
 }
@@ -31,7 +37,12 @@ impl BlockWindow {
     pub(crate) fn new(offset: u64, len: u64, memory: Option<Arc<dyn SinkMemory>>) -> BlockWindow {
         let start = block::align_down(offset);
         let end = block::align_up(offset.saturating_add(len)).unwrap_or(u64::MAX);
-        BlockWindow { skip: offset - start, len, room: end - start, memory }
+        BlockWindow { skip: offset - start, len, room: end - start, likely: end - start, memory }
+    }
+
+    /// States how many bytes of the object are likely to follow the start of the first block.
+    pub(crate) fn with_likely(self, bytes: u64) -> BlockWindow {
+        BlockWindow { likely: LEAST_LIKELY.max(bytes).min(self.room), ..self }
     }
 
     /// Returns the number of requested bytes among the first `sent` bytes of the blocks.
@@ -108,6 +119,10 @@ impl BulkSink for ChunkSink {
         self.window.room
     }
 
+    fn likely_len(&self) -> u64 {
+        self.window.likely
+    }
+
     fn write(&self, offset: u64, payload: Payload) -> bool {
         let len = payload.len() as u64;
         let Some(end) = offset.checked_add(len).filter(|end| *end <= self.window.room) else {
@@ -142,7 +157,7 @@ mod tests {
 
     #[test]
     fn a_sink_accepts_chunks_in_any_order_but_refuses_overlaps() {
-        let sink = ChunkSink::new(BlockWindow { skip: 0, len: 100, room: 100, memory: None });
+        let sink = ChunkSink::new(BlockWindow { skip: 0, len: 100, room: 100, likely: 100, memory: None });
         assert!(sink.write(50, piece(50)));
         assert!(!sink.write(40, piece(20)), "overlaps from below");
         assert!(!sink.write(99, piece(1)), "overlaps from above");

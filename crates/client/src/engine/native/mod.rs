@@ -5,7 +5,7 @@
 //! shard of the node a request belongs. `links` has one connection per shard, each of which a
 //! `link_task` opens and serves; `opening` connects. `call` makes the attempts of one request.
 //! `chunks` provides the memory that a read offers to the node, and `offered` the data that a
-//! change offers.
+//! change offers. `read_sizes` estimates how much of its memory a read fills.
 
 mod call;
 mod chunks;
@@ -14,6 +14,7 @@ mod links;
 mod offered;
 mod opening;
 mod pending;
+mod read_sizes;
 mod routes;
 mod session;
 mod table;
@@ -109,7 +110,12 @@ impl Engine for NativeEngine {
                 return Box::new(Refused(|| Error::Unsupported(NO_DESCRIPTORS.into())));
             }
         };
-        let window = BlockWindow::new(offset, len, memory);
+        let mut window = BlockWindow::new(offset, len, memory);
+        // The length of other reads is known to be exact.
+        if part.is_none() && if_version.is_none() {
+            let start = base::block::align_down(offset);
+            window = window.with_likely(self.session.likely_size(&name).saturating_sub(start));
+        }
         let pushed = window.room > self.session.transfer(&name, part.as_ref()).inline_max;
         let read = Read { name: name.to_wire(), part, offset, len, if_version, sink: None };
         self.call(ObjectRequest::Read(read), Bulk::Read { window, pushed }, deadline, |answer| {

@@ -260,6 +260,18 @@ impl PendingRequest {
         if is_before_results && self.repeats_change() { error.of_unknown_outcome() } else { error }
     }
 
+    /// Returns the pool and the size of the object that this request read; `None` for other
+    /// requests.
+    pub(crate) fn size_read(&self, body: &ReplyBody) -> Option<(&Bytes, u64)> {
+        match (&self.body, body) {
+            (
+                RequestBody::Object(ObjectRequest::Read(read)),
+                ReplyBody::Object(ObjectReply::Read { object_size, .. }),
+            ) if read.part.is_none() => Some((&read.name.pool, *object_size)),
+            _ => None,
+        }
+    }
+
     /// Joins an answer with the data that arrived for it.
     pub(crate) fn collect(&mut self, body: ReplyBody, payload: Payload) -> Answered {
         let sink = self.sink.take();

@@ -27,6 +27,7 @@ use super::link_task::{LinkEnds, LinkTask, RECONNECT_PAUSE, RECONNECT_PAUSE_MAX}
 use super::links::{Links, ReadyConnection};
 use super::opening::{OpenedConnection, ShardHello, dial};
 use super::pending::{Answered, PendingRequest};
+use super::read_sizes::ReadSizes;
 use super::routes::Routes;
 use super::table::RequestTable;
 use crate::{Error, Options, Result};
@@ -66,6 +67,7 @@ struct State {
     table: RequestTable,
     routes: Routes,
     links: Links,
+    sizes: ReadSizes,
     closed: bool,
     /// Whether a link tells the node that the session has ended, or has told it.
     tells_end: bool,
@@ -126,6 +128,7 @@ impl ClientSession {
             table: RequestTable::new(),
             routes,
             links: Links::new(connection.limits()),
+            sizes: ReadSizes::default(),
             closed: false,
             tells_end: false,
         };
@@ -164,6 +167,11 @@ impl ClientSession {
         let session = state.session.filter(|_| !state.closed).ok_or(Error::Closed)?;
         state.next_upload += 1;
         Ok(UploadId { session, number: state.next_upload - 1 })
+    }
+
+    /// Returns the likely maximum size of an object of this object's pool, in bytes.
+    pub(crate) fn likely_size(&self, name: &ObjectName) -> u64 {
+        self.shared.lock().sizes.likely(name.pool().as_bytes())
     }
 
     /// Returns how data of an object is sent.
@@ -375,9 +383,15 @@ impl Shared {
         // that other callers do not wait.
         region.into_iter().for_each(BulkRegion::finish);
         let mut state = self.lock();
-        let Some(pending) = state.table.get_mut(reply.seq) else { return true };
+        let State { table, sizes, .. } = &mut *state;
+        let Some(pending) = table.get_mut(reply.seq) else { return true };
         let outcome = match reply.result {
-            Ok(body) => pending.collect(body, message.payload),
+            Ok(body) => {
+                if let Some((pool, size)) = pending.size_read(&body) {
+                    sizes.learn(pool, size);
+                }
+                pending.collect(body, message.payload)
+            }
             Err(e) => Err(pending.refused(e)),
         };
         drop(state);
