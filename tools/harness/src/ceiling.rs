@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
+use rustix::time::{ClockId, clock_gettime};
 use serde::Deserialize;
 
 use crate::Result;
@@ -190,12 +191,20 @@ impl Drop for FioFile {
     }
 }
 
-/// Measures the throughput of one plain TCP connection over loopback, in 10^6 bytes per second. One
-/// thread sends, and this thread receives.
+/// The speed of one plain TCP connection over loopback.
+#[derive(Debug, Clone, Copy)]
+pub struct LoopbackSpeed {
+    /// Throughput in 10^6 bytes per second.
+    pub mb_per_s: f64,
+    /// 10^6 bytes that the receiver gets per second of its CPU time.
+    pub mb_per_cpu_s: f64,
+}
+
+/// Measures one plain TCP connection over loopback. One thread sends, and this thread receives.
 ///
 /// # Errors
 /// If the loopback interface does not work.
-pub fn loopback_mb_per_s(seconds: u32) -> Result<f64> {
+pub fn loopback(seconds: u32) -> Result<LoopbackSpeed> {
     let listener = TcpListener::bind("127.0.0.1:0")?;
     let address = listener.local_addr()?;
     let sender = std::thread::spawn(move || -> std::io::Result<()> {
@@ -212,16 +221,24 @@ pub fn loopback_mb_per_s(seconds: u32) -> Result<f64> {
     });
     let (mut socket, _) = listener.accept()?;
     let mut buffer = vec![0; 256 << 10];
-    let (started, mut bytes) = (Instant::now(), 0u64);
+    let (started, cpu, mut bytes) = (Instant::now(), cpu_time(), 0u64);
     loop {
         match socket.read(&mut buffer)? {
             0 => break,
             n => bytes += n as u64,
         }
     }
-    let rate = bytes as f64 / started.elapsed().as_secs_f64() / 1e6;
+    let mb = bytes as f64 / 1e6;
+    let mb_per_s = mb / started.elapsed().as_secs_f64();
+    let mb_per_cpu_s = mb / (cpu_time() - cpu).as_secs_f64();
     sender.join().map_err(|_| "the sending thread panicked")??;
-    Ok(rate)
+    Ok(LoopbackSpeed { mb_per_s, mb_per_cpu_s })
+}
+
+/// CPU time of this thread.
+fn cpu_time() -> Duration {
+    let time = clock_gettime(ClockId::ThreadCPUTime);
+    Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec.unsigned_abs() as u32)
 }
 
 /// Measures the throughput of copying 4 MiB between two buffers, in 10^6 bytes per second.

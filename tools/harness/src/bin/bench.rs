@@ -101,7 +101,7 @@ fn measure(dir: &std::path::Path, rounds: u32, seconds: u32) -> Result<()> {
             fio.write_mb_per_s("4m", 1, seconds)?,
             fio.write_mb_per_s("4m", 16, seconds)?,
             fio.sync_write_iops(seconds)?,
-            ceiling::loopback_mb_per_s(seconds.min(2))?,
+            ceiling::loopback(seconds.min(2))?.mb_per_s,
             ceiling::memcpy_mb_per_s(),
         ];
         for placement in [NodePlacement::Dpu, NodePlacement::Host] {

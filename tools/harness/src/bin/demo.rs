@@ -144,7 +144,7 @@ fn compare_placements(node: &Node) -> Result<()> {
     table.print();
     say(format!(
         "  ceilings of this machine: one plain TCP connection over loopback {:.0} MB/s, memory copy {:.0} MB/s",
-        ceiling::loopback_mb_per_s(1)?,
+        ceiling::loopback(1)?.mb_per_s,
         ceiling::memcpy_mb_per_s()
     ));
     Ok(())

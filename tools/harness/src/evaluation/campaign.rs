@@ -144,7 +144,9 @@ impl<'a> Campaign<'a> {
     }
 
     fn machine(&mut self, round: u32) -> Result<()> {
-        self.ceiling(round, CeilingKind::Loopback, 0, ceiling::loopback_mb_per_s(1)?);
+        let loopback = ceiling::loopback(1)?;
+        self.ceiling(round, CeilingKind::Loopback, 0, loopback.mb_per_s);
+        self.ceiling(round, CeilingKind::LoopbackReceiver, 0, loopback.mb_per_cpu_s);
         self.ceiling(round, CeilingKind::Memcpy, 0, ceiling::memcpy_mb_per_s());
         Ok(())
     }

@@ -247,6 +247,8 @@ pub enum CeilingKind {
     DriveRandread,
     /// One TCP connection over loopback.
     Loopback,
+    /// Bytes that the receiver of this connection gets per second of its CPU time.
+    LoopbackReceiver,
     /// Copying memory with one thread.
     Memcpy,
 }

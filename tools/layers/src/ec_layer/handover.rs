@@ -76,7 +76,7 @@ pub fn measure(rounds: u32, progress: &ProgressMeter) -> Result<Vec<Handover>> {
     for kind in reconstructions.into_iter().chain(changes) {
         let bytes = kind.sources * kind.len;
         progress.message(format!("{}, {bytes} bytes", kind.name));
-        let mut trial = Trial::new(&code, &data, kind);
+        let mut trial = HandoverTrial::new(&code, &data, kind);
         let mut times: [Vec<f64>; 4] = Default::default();
         for _ in 0..rounds {
             let in_place = trial.in_place().doing(doing)?;
@@ -94,7 +94,7 @@ pub fn measure(rounds: u32, progress: &ProgressMeter) -> Result<Vec<Handover>> {
 }
 
 /// The tasks of one measurement. Successive tasks use different data.
-struct Trial<'a> {
+struct HandoverTrial<'a> {
     code: &'a Code,
     kind: TaskKind,
     inputs: Vec<Vec<Payload>>,
@@ -108,15 +108,15 @@ struct HandedTimes {
     cpu: Duration,
 }
 
-impl<'a> Trial<'a> {
-    fn new(code: &'a Code, data: &Bytes, kind: TaskKind) -> Trial<'a> {
+impl<'a> HandoverTrial<'a> {
+    fn new(code: &'a Code, data: &Bytes, kind: TaskKind) -> HandoverTrial<'a> {
         let fragments = (data.len() / kind.len).min(TASKS * kind.sources);
         let payload = |at: usize| Payload::compute(0, data.slice(at * kind.len..(at + 1) * kind.len));
         let payloads: Vec<Payload> = (0..fragments).map(payload).collect();
         let inputs = payloads.chunks_exact(kind.sources).map(<[Payload]>::to_vec).collect();
         // The value 1 makes this write the memory, so that no page fault occurs while measuring.
         let outputs = vec![vec![1; kind.len]; kind.outputs];
-        Trial { code, kind, inputs, outputs }
+        HandoverTrial { code, kind, inputs, outputs }
     }
 
     fn in_place(&mut self) -> Result<Duration, EcError> {

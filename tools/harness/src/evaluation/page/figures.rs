@@ -5,7 +5,7 @@ use super::svg::{self, Grouped, Series, Share, Stack, Stacked};
 use super::text::{cell, number, table};
 use crate::evaluation::paper;
 use crate::evaluation::plan::LINKED;
-use crate::evaluation::sample::{Measurements, PartUse, Sample, Subsystem};
+use crate::evaluation::sample::{CeilingKind, Measurements, PartUse, Sample, Subsystem};
 use crate::evaluation::stats::{Estimate, estimate, ratio};
 use crate::evaluation::workload::{
     AccessMode, Case, EmulatedLink, MIB, PAPER_SIZES, TestedSystem, size_label,
@@ -260,16 +260,28 @@ fn host_share(m: &Measurements) -> String {
                 cell(of(m, &case, &|s| s.host_cpu_us_per_op)),
                 cell(of(m, &case, &fabric)),
                 cell(of(m, &case, &|s| s.host_cpu_us_per_op - fabric(s))),
+                if config == TestedSystem::DpuOfi {
+                    cell(estimate(plain_receiver(m, size)))
+                } else {
+                    String::new()
+                },
             ]);
         }
     }
-    let head = ["host CPU, µs per write", "all", "libfabric", "without libfabric"];
+    let head =
+        ["host CPU, µs per write", "all", "libfabric", "without libfabric", "ceiling: plain TCP receiver"];
     format!(
         "<h3>The host's share of the engine</h3>{}<p class=\"soft\">The CPU time of the emulated engine (shm) counts for the DPU, because a DMA engine is hardware of the DPU. With \
          ofi:tcp, a thread of libfabric on the host receives the one-sided writes from a socket and copies them. An RDMA NIC writes into the memory of the host without its CPU, and the thread \
-         only waits for doorbells. So the last column is what remains on the host with RDMA hardware, apart from the doorbells.</p>",
+         only waits for doorbells. So the last column is what remains on the host with RDMA hardware, apart from the doorbells. The ceiling is the CPU time in which a plain receiver takes as \
+         many bytes from a TCP connection over loopback.</p>",
         table(&head, &rows)
     )
+}
+
+/// CPU time of a plain receiver for this number of bytes over loopback TCP, in µs, in each round.
+fn plain_receiver(m: &Measurements, bytes: u64) -> impl Iterator<Item = f64> {
+    m.ceiling(CeilingKind::LoopbackReceiver, 0).into_values().map(move |rate| bytes as f64 / rate)
 }
 
 fn figure_8(m: &Measurements) -> String {
