@@ -84,9 +84,9 @@ pub(super) fn write_everywhere(
         quiet::look(book, round)?;
         for (place, offload, mode, _) in PLACES {
             rig.restart(offload)?;
+            // The first writes after a start pay for the first use of memory and of the index.
+            write_in(rig, mode, &PATTERNS[0], 1)?;
             for pattern in &PATTERNS {
-                // There is no warm-up run, so the first write also pays for the first use of
-                // memory.
                 let run = write_in(rig, mode, pattern, settings.run.seconds.min(2))?;
                 note_idle(book, &name(rig.redundancy(), pattern, place), mode, round, &run);
             }
