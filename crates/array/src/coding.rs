@@ -337,16 +337,20 @@ impl CodingDispatcher {
         if work.computed_fragments == 0 || work.bytes < LEAST_RECONSTRUCTION {
             return None;
         }
-        let cores = match &self.devices {
-            Some(devices) => Some(devices.admit_at(CodingPlace::Host, work.bytes)?),
-            None => None,
-        };
-        // The scheduler's place for the DPU may be the accelerator.
-        if self.offload? == CodingOffload::Accelerator {
-            return Some(CodingSlot { slot: cores?, device: None });
+        let node = || self.scheduler.admit_at(CodingPlace::Offload, work.bytes);
+        let cores = |devices: &Scheduler| devices.admit_at(CodingPlace::Host, work.bytes);
+        match (self.offload?, &self.devices) {
+            // The node's place for the DPU is the accelerator.
+            (CodingOffload::Accelerator, devices) => {
+                Some(CodingSlot { slot: cores(devices.as_ref()?)?, device: None })
+            }
+            (_, None) => Some(CodingSlot { slot: node()?, device: None }),
+            (_, Some(devices)) => {
+                let has_both = self.scheduler.can_admit_at(CodingPlace::Offload)
+                    && devices.can_admit_at(CodingPlace::Host);
+                if has_both { Some(CodingSlot { slot: node()?, device: cores(devices) }) } else { None }
+            }
         }
-        let slot = self.scheduler.admit_at(CodingPlace::Offload, work.bytes)?;
-        Some(CodingSlot { slot, device: cores })
     }
 
     /// Computes parity with the host's processor or the accelerator, in the memory of the stores'
@@ -418,9 +422,13 @@ impl CodingDispatcher {
         self.scheduler.set_host_busy(load == LoadLevel::Busy);
     }
 
-    /// The devices of the DPU, if parity is computed by several.
-    fn shown_devices(&self) -> Option<Snapshot> {
-        self.devices.as_ref().filter(|_| self.offload == Some(CodingOffload::Both)).map(Scheduler::snapshot)
+    /// The devices of the DPU, if it uses several. If only the accelerator computes parity, the
+    /// cores reconstruct fragments.
+    fn devices_status(&self, offload: &PlaceSnapshot) -> Option<DpuDevices> {
+        let Snapshot { host: cores, offload: accelerator, .. } = self.devices.as_ref()?.snapshot();
+        let alone = self.offload == Some(CodingOffload::Accelerator);
+        let accelerator = if alone { offload.clone() } else { accelerator };
+        Some(DpuDevices { cores: place_status(cores), accelerator: place_status(accelerator) })
     }
 
     /// Returns the state of the scheduler and of the coding places, for display.
@@ -441,11 +449,8 @@ impl CodingDispatcher {
             alpha: snapshot.alpha,
             beta: snapshot.beta,
             host: place_status(snapshot.host),
+            devices: self.devices_status(&snapshot.offload),
             offload: place_status(snapshot.offload),
-            devices: self.shown_devices().map(|devices| DpuDevices {
-                cores: place_status(devices.host),
-                accelerator: place_status(devices.offload),
-            }),
         }
     }
 }

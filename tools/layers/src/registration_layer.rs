@@ -143,10 +143,13 @@ fn measure(domain: &Domain, memory: &TrialMemory, len: usize, rounds: u32) -> Re
             drop(MemoryRegion::expose(domain, bytes, Access::RemoteRead).doing(DOING)?);
         }
         note(0, begun);
-        let buffer = memory.pool.try_alloc(len).doing(DOING)?;
-        let buffer = PeerBuffer::new(buffer.ok_or_else(|| Failure::usage(DOING, "no memory"))?);
+        let taken = (0..count).map_while(|_| memory.pool.try_alloc(len).ok().flatten());
+        let buffers: Vec<PeerBuffer> = taken.map(PeerBuffer::new).collect();
+        if buffers.is_empty() {
+            return Err(Failure::usage(DOING, "no memory"));
+        }
         let begun = Instant::now();
-        for _ in 0..count {
+        for buffer in buffers.iter().cycle().take(count) {
             let room = ExposedMemory::Buffer(buffer.clone());
             drop(MemoryRegion::expose(domain, room, Access::RemoteWrite).doing(DOING)?);
         }

@@ -2,6 +2,7 @@
 //! parity are computed from bytes that are in the osd's memory. The osd's thread can compute them in
 //! place, or hand them to a coding thread.
 
+use std::collections::VecDeque;
 use std::fmt::Write as _;
 use std::time::{Duration, Instant};
 
@@ -78,9 +79,14 @@ pub fn measure(rounds: u32, progress: &ProgressMeter) -> Result<Vec<Handover>> {
         progress.message(format!("{}, {bytes} bytes", kind.name));
         let mut trial = HandoverTrial::new(&code, &data, kind);
         let mut times: [Vec<f64>; 4] = Default::default();
-        for _ in 0..rounds {
-            let in_place = trial.in_place().doing(doing)?;
+        for round in 0..rounds {
+            // Each way is first in half of the rounds.
+            let early = if round % 2 == 0 { Some(trial.in_place().doing(doing)?) } else { None };
             let handed = runtime.block_on(trial.handed(&worker)).doing(doing)?;
+            let in_place = match early {
+                Some(time) => time,
+                None => trial.in_place().doing(doing)?,
+            };
             let values = [in_place, handed.time, handed.caller_cpu, handed.cpu];
             for (list, value) in times.iter_mut().zip(values) {
                 list.push(value.as_secs_f64() * 1e6 / TASKS as f64);
@@ -97,7 +103,7 @@ pub fn measure(rounds: u32, progress: &ProgressMeter) -> Result<Vec<Handover>> {
 struct HandoverTrial<'a> {
     code: &'a Code,
     kind: TaskKind,
-    inputs: Vec<Vec<Payload>>,
+    inputs: VecDeque<Vec<Payload>>,
     outputs: Vec<Vec<u8>>,
 }
 
@@ -110,7 +116,7 @@ struct HandedTimes {
 
 impl<'a> HandoverTrial<'a> {
     fn new(code: &'a Code, data: &Bytes, kind: TaskKind) -> HandoverTrial<'a> {
-        let fragments = (data.len() / kind.len).min(TASKS * kind.sources);
+        let fragments = data.len() / kind.len;
         let payload = |at: usize| Payload::compute(0, data.slice(at * kind.len..(at + 1) * kind.len));
         let payloads: Vec<Payload> = (0..fragments).map(payload).collect();
         let inputs = payloads.chunks_exact(kind.sources).map(<[Payload]>::to_vec).collect();
@@ -119,10 +125,18 @@ impl<'a> HandoverTrial<'a> {
         HandoverTrial { code, kind, inputs, outputs }
     }
 
+    /// The data of the next task.
+    fn next(&mut self) -> Vec<Payload> {
+        let input = self.inputs.pop_front().unwrap_or_default();
+        self.inputs.push_back(input.clone());
+        input
+    }
+
     fn in_place(&mut self) -> Result<Duration, EcError> {
         let start = Instant::now();
-        for input in self.inputs.iter().cycle().take(TASKS) {
-            (self.kind.compute)(self.code, input, &mut self.outputs)?;
+        for _ in 0..TASKS {
+            let input = self.next();
+            (self.kind.compute)(self.code, &input, &mut self.outputs)?;
         }
         Ok(start.elapsed())
     }
@@ -131,8 +145,8 @@ impl<'a> HandoverTrial<'a> {
     async fn handed(&mut self, worker: &Worker) -> Result<HandedTimes> {
         let doing = "computing on a coding thread";
         let (start, cpu, worker_cpu) = (Instant::now(), cpu_time(), worker.stats().cpu_ns);
-        for input in self.inputs.iter().cycle().take(TASKS) {
-            let (code, input, compute) = (self.code.clone(), input.clone(), self.kind.compute);
+        for _ in 0..TASKS {
+            let (code, input, compute) = (self.code.clone(), self.next(), self.kind.compute);
             let mut outputs = std::mem::take(&mut self.outputs);
             let bytes = (self.kind.sources * self.kind.len) as u64;
             let work = CodingWork { bytes, computed_fragments: self.kind.outputs as u32 };

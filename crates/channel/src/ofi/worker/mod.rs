@@ -117,6 +117,8 @@ pub(super) struct EngineWorker {
     locals: HashMap<RegionId, Local>,
     windows: HashMap<RegionId, (PeerId, Range<usize>)>,
     port: Option<EngineDomain>,
+    /// Failures of connections, about which the provider does not say which connections they concern.
+    unassigned: Vec<FabricError>,
     /// Whether new completions must be reported.
     completed: bool,
     /// Whether the provider's queue was full, so that the thread must soon try again to post.
@@ -149,6 +151,7 @@ impl EngineWorker {
             locals: HashMap::default(),
             windows: HashMap::default(),
             port: None,
+            unassigned: Vec::new(),
             completed: false,
             retry: false,
             running: true,
@@ -258,8 +261,8 @@ impl EngineWorker {
         self.always_bounce || info.exposes_local_memory()
     }
 
-    /// Starts to connect to a peer, again if connections are being opened. Opens the device again
-    /// if necessary.
+    /// Starts to connect to a peer. If connections are already being opened, replaces them. Opens
+    /// the device again if necessary.
     fn connect(&mut self, id: PeerId) -> Result<()> {
         let Some(peer) = self.peers.get_mut(&id) else { return Ok(()) };
         peer.attempt += 1;
@@ -393,6 +396,7 @@ impl EngineWorker {
         let (well, failed): (Vec<_>, Vec<_>) = completions.into_iter().partition(|c| c.result.is_ok());
         well.iter().for_each(|completion| self.completed(completion));
         events.into_iter().for_each(|event| self.happened(event));
+        self.connections_failed();
         failed.iter().for_each(|completion| self.completed(completion));
         worked
     }
@@ -408,13 +412,7 @@ impl EngineWorker {
                 let reason = reason.trim_end_matches('\0');
                 self.lose_connection(endpoint, &format!("{error}: {reason}"));
             }
-            FabricEvent::SomeFailed { error } => {
-                let connecting = |peer: &Remote| matches!(peer.state, PeerState::Connecting(..));
-                let ids = self.peers.iter().filter(|(_, peer)| connecting(peer)).map(|(id, _)| *id);
-                for id in ids.collect::<Vec<_>>() {
-                    self.connecting_failed(id, &error);
-                }
-            }
+            FabricEvent::SomeFailed { error } => self.unassigned.push(error),
             _ => {}
         }
     }
@@ -432,6 +430,19 @@ impl EngineWorker {
     fn lose_connection(&mut self, endpoint: u64, why: &str) {
         if let Some((id, _)) = self.connection(endpoint) {
             self.lose(id, why, Tell::Always);
+        }
+    }
+
+    /// Handles failures of connections that were being opened. The provider does not say which ones
+    /// failed. Several failures of one poll count as one failed attempt.
+    fn connections_failed(&mut self) {
+        let errors = std::mem::take(&mut self.unassigned);
+        let serious = errors.iter().find(|error| !error.is_address_in_use());
+        let Some(error) = serious.or(errors.first()) else { return };
+        let connecting = |peer: &Remote| matches!(peer.state, PeerState::Connecting(..));
+        let ids = self.peers.iter().filter(|(_, peer)| connecting(peer)).map(|(id, _)| *id);
+        for id in ids.collect::<Vec<_>>() {
+            self.connecting_failed(id, error);
         }
     }
 

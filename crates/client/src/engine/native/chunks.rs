@@ -12,8 +12,8 @@ use crate::engine::SinkMemory;
 /// Chunks of up to this length, in bytes, are copied. Larger chunks are kept without a copy.
 const COPY_MAX_BYTES: usize = 16 << 10;
 
-/// Minimum number of bytes that a read is assumed to fill. Less memory takes hardly less time to
-/// register (`outboard-layers registration`).
+/// A read is assumed to fill a multiple of this number of bytes. Less memory takes hardly less time
+/// to register (`outboard-layers registration`).
 const LEAST_LIKELY: u64 = 64 << 10;
 
 /// The blocks that a read transfers, and the range of bytes in these blocks that the caller has
@@ -42,7 +42,8 @@ impl BlockWindow {
 
     /// States how many bytes of the object are likely to follow the start of the first block.
     pub(crate) fn with_likely(self, bytes: u64) -> BlockWindow {
-        BlockWindow { likely: LEAST_LIKELY.max(bytes).min(self.room), ..self }
+        let likely = bytes.max(1).checked_next_multiple_of(LEAST_LIKELY).unwrap_or(u64::MAX);
+        BlockWindow { likely: likely.min(self.room), ..self }
     }
 
     /// Returns the number of requested bytes among the first `sent` bytes of the blocks.

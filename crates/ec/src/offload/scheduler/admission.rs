@@ -116,6 +116,12 @@ impl<W> TaskAdmission<W> {
         }
     }
 
+    /// Whether [`begin_at`](Self::begin_at) would start a task.
+    pub(super) fn can_begin_at(&self, place: CodingPlace, now: Instant) -> bool {
+        let station = &self.stations[place as usize];
+        !station.is_full() && station.standing(now) != StationHealth::Down
+    }
+
     /// Appends a task to the queue and returns its number. [`TaskAdmission::next`] starts the task.
     pub(super) fn push(&mut self, bytes: u64, waiter: W) -> Result<u64, TaskRefused> {
         let waiting = self.queue.len();
@@ -165,23 +171,22 @@ impl<W> TaskAdmission<W> {
         Some((waiter, TaskInService { id, bytes, place, is_probe }, reason))
     }
 
-    /// Starts a task that can run only at this place, unless the place is full or not usable, or
-    /// tasks are waiting.
+    /// Starts a task that can run only at this place, unless the place is full or not usable. If
+    /// tasks are waiting although the place has a free slot, they wait for the other place.
     pub(super) fn begin_at(&mut self, place: CodingPlace, bytes: u64, now: Instant) -> Option<TaskInService> {
-        let station = &mut self.stations[place as usize];
-        let standing = station.standing(now);
-        if !self.queue.is_empty() || station.is_full() || standing == StationHealth::Down {
+        if !self.can_begin_at(place, now) {
             return None;
         }
-        let is_probe = standing == StationHealth::ProbeDue;
+        let station = &mut self.stations[place as usize];
+        let is_probe = station.standing(now) == StationHealth::ProbeDue;
         if is_probe {
             station.begin_probe(now);
         }
         let id = self.next_id;
         self.next_id += 1;
-        station.begin(id, bytes, now);
+        station.begin_only(id, bytes, now);
         station.sent[Reason::Only as usize] += 1;
-        self.auto.observe(0, &self.stations, now);
+        self.auto.observe(self.queue.len(), &self.stations, now);
         Some(TaskInService { id, bytes, place, is_probe })
     }
 

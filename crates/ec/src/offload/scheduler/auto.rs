@@ -79,7 +79,7 @@ impl Auto {
             self.stood[at] = kept * self.stood[at] + (1.0 - kept) * f64::from(u8::from(self.stands[at]));
             // If the other place did not exist, the tasks in service there would wait in the queue
             // for this place.
-            let beyond = queued + stations[place.other() as usize].in_service();
+            let beyond = queued + stations[place.other() as usize].movable();
             self.stands[at] = stations[at].is_full() && beyond > stations[at].capacity.lanes;
         }
     }
@@ -145,7 +145,10 @@ impl Auto {
     }
 
     fn may_explore(&self, station: &Station, now: Instant) -> bool {
-        // A place with a task in service will update its estimate anyway.
-        self.credit >= 1.0 && station.in_service() == 0 && station.estimate.is_older_than(STALE, now)
+        // A place with such a task in service will update its estimate anyway.
+        self.credit >= 1.0
+            && station.movable() == 0
+            && !station.is_full()
+            && station.estimate.is_older_than(STALE, now)
     }
 }

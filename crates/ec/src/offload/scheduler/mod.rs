@@ -221,9 +221,15 @@ impl Scheduler {
         Ok(receiver.await.expect("the task of a waiting caller leaves the queue only with a slot"))
     }
 
+    /// Whether [`admit_at`](Self::admit_at) would give a slot now.
+    #[must_use]
+    pub fn can_admit_at(&self, place: CodingPlace) -> bool {
+        self.0.admission.borrow().can_begin_at(place, now())
+    }
+
     /// Takes a slot for a task that can run only at this place. Never waits: returns `None` if the
-    /// place has no free slot, is not used because it has failed, or if tasks are waiting. After a
-    /// failure, the task may be the probe.
+    /// place has no free slot, or is not used because it has failed. After a failure, the task may
+    /// be the probe.
     pub fn admit_at(&self, place: CodingPlace, work_bytes: u64) -> Option<TaskSlot> {
         let ticket = self.0.admission.borrow_mut().begin_at(place, work_bytes, now())?;
         self.0.meters.sent(place, Reason::Only);

@@ -14,6 +14,8 @@ use super::{Capacity, Reason};
 struct StationTask {
     id: u64,
     bytes: u64,
+    /// True if the task can run only at this place, so that its time teaches nothing.
+    is_only: bool,
     /// Time when a lane started the task; `None` while the task waits inside the place.
     running: Option<Instant>,
 }
@@ -60,6 +62,11 @@ impl Station {
         self.serving.len()
     }
 
+    /// Number of tasks in service that could also run at the other place.
+    pub(super) fn movable(&self) -> usize {
+        self.serving.iter().filter(|task| !task.is_only).count()
+    }
+
     pub(super) fn is_full(&self) -> bool {
         self.serving.len() >= self.capacity.slots
     }
@@ -84,8 +91,17 @@ impl Station {
     }
 
     pub(super) fn begin(&mut self, id: u64, bytes: u64, now: Instant) {
+        self.put(StationTask { id, bytes, is_only: false, running: None }, now);
+    }
+
+    /// Starts a task that can run only at this place.
+    pub(super) fn begin_only(&mut self, id: u64, bytes: u64, now: Instant) {
+        self.put(StationTask { id, bytes, is_only: true, running: None }, now);
+    }
+
+    fn put(&mut self, task: StationTask, now: Instant) {
         debug_assert!(!self.is_full(), "a full place must not receive a task");
-        self.serving.push(StationTask { id, bytes, running: None });
+        self.serving.push(task);
         self.run_next(now);
     }
 

@@ -23,7 +23,7 @@ const KNOWN: [(&str, &str, &str); 4] = [
     (
         "wide.svg",
         "Figure 2 of Ryu et al. inside a node",
-        "Latency of writes to a pool ec:128+32 on 160 targets of one drive, one object at a time. As in the paper, the time includes the writes to the drive; unlike in the          paper, it also includes the network and the transactions of 160 targets. The accelerator is emulated.",
+        "Latency of writes to a pool ec:128+32 on 160 targets of one drive, one object at a time. As in the paper, the time includes the writes to the drive; unlike in the paper, it also includes the network and the transactions of 160 targets. The accelerator is emulated.",
     ),
     (
         "timeline.svg",

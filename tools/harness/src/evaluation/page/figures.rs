@@ -273,7 +273,7 @@ fn host_share(m: &Measurements) -> String {
     format!(
         "<h3>The host's share of the engine</h3>{}<p class=\"soft\">The CPU time of the emulated engine (shm) counts for the DPU, because a DMA engine is hardware of the DPU. With \
          ofi:tcp, a thread of libfabric on the host receives the one-sided writes from a socket and copies them. An RDMA NIC writes into the memory of the host without its CPU, and the thread \
-         only waits for doorbells. So the last column is what remains on the host with RDMA hardware, apart from the doorbells. The ceiling is the CPU time in which a plain receiver takes as \
+         only waits for doorbells. So the column without libfabric is what remains on the host with RDMA hardware, apart from the doorbells. The ceiling is the CPU time in which a plain receiver takes as \
          many bytes from a TCP connection over loopback.</p>",
         table(&head, &rows)
     )

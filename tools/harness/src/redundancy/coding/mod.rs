@@ -107,6 +107,8 @@ fn run(
 /// Records the results of a run of writes as the case `what`.
 fn note(book: &mut Book, what: &str, round: u32, run: &WriteRun) {
     book.note(what, "mb_per_s", round, run.mb_per_s);
+    book.note(what, "read_mb_per_s", round, run.read_mb_per_s);
+    book.note(what, "coding_tasks", round, (run.host_tasks + run.offload_tasks) as f64);
     book.note(what, "latency_us_p50", round, run.p50_us);
     book.note(what, "latency_us_p99", round, run.p99_us);
     book.note(what, "coded_by_host_percent", round, run.host_percent());
@@ -116,7 +118,7 @@ fn note(book: &mut Book, what: &str, round: u32, run: &WriteRun) {
     book.note(what, "failed", round, run.errors as f64);
     book.note(what, "refused_pieces", round, run.refused as f64);
     if run.errors > 0 {
-        book.problem(format!("{what}, round {round}: {} writes failed", run.errors));
+        book.problem(format!("{what}, round {round}: {} operations failed", run.errors));
     }
 }
 

@@ -84,16 +84,18 @@ const OUT: &str = "5";
 /// Maximum time until the node has noticed that a target is out of use.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// The results of a run of writes, and of degraded reads if the pattern has any.
+/// The results of a run. All figures but `read_mb_per_s` and `errors` are those of the writes.
 #[derive(Debug, Clone, Copy, Default, Serialize)]
 pub struct WriteRun {
     /// Throughput in 10^6 bytes of objects per second.
     pub mb_per_s: f64,
+    /// Throughput of the degraded reads; 0 if there are none.
+    pub read_mb_per_s: f64,
     /// Median latency in µs of the set of writes with the largest median.
     pub p50_us: f64,
     /// 99th percentile of latency in µs of the set of writes with the largest 99th percentile.
     pub p99_us: f64,
-    /// Number of failed writes.
+    /// Number of failed writes and reads.
     pub errors: u64,
     /// Number of coding tasks that were assigned to the host. Reconstructions do not count.
     pub host_tasks: u64,
@@ -239,7 +241,10 @@ impl CodingRig {
         let before = self.coding()?;
         let store = self.node.process("store", Duration::ZERO)?.0;
         let (threads, began) = (Threads::of(store), Instant::now());
-        let found = self.all_loads(pool, pattern, seconds)?;
+        let mut found = self.all_loads(pool, pattern, seconds)?;
+        let errors = found.iter().map(|f| f.errors).sum();
+        // The reads are the last load.
+        let reads = found.split_off(pattern.loads.len());
         let (elapsed, now) = (began.elapsed().as_secs_f64(), Threads::of(store));
         let cpu_percent = |counts: &dyn Fn(&str) -> bool| {
             let used = now.since(&threads).filter(|(name, _)| counts(name)).map(|(_, used)| used.cpu_seconds);
@@ -249,9 +254,10 @@ impl CodingRig {
         let [host, offload, busy] = [0, 1, 2].map(|i| after.sent()[i].saturating_sub(before.sent()[i]));
         Ok(WriteRun {
             mb_per_s: found.iter().map(|f| f.mb_per_s).sum(),
+            read_mb_per_s: reads.iter().map(|f| f.mb_per_s).sum(),
             p50_us: found.iter().map(|f| f.latency_us.p50).fold(0.0, f64::max),
             p99_us: found.iter().map(|f| f.latency_us.p99).fold(0.0, f64::max),
-            errors: found.iter().map(|f| f.errors).sum(),
+            errors,
             host_tasks: host,
             offload_tasks: offload,
             busy_tasks: busy,

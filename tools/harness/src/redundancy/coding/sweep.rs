@@ -120,6 +120,8 @@ fn print(book: &Book, best: &[&str]) {
         "MB/s with hybrid:auto",
         "hybrid:auto / best ratio",
         "coded by the host, %",
+        "scheduled tasks",
+        "MB/s of reads / with the best ratio",
     ]);
     for (pattern, best) in PATTERNS.iter().zip(best) {
         let (auto, fixed) = (paired(pattern, AUTO), paired(pattern, best));
@@ -130,6 +132,8 @@ fn print(book: &Book, best: &[&str]) {
             cell(&book.rounds(&auto, "mb_per_s")),
             cell(&book.ratio("mb_per_s", &auto, &fixed)),
             cell(&book.rounds(&auto, "coded_by_host_percent")),
+            cell(&book.rounds(&auto, "coding_tasks")),
+            cell(&book.ratio("read_mb_per_s", &auto, &fixed)),
         ]);
     }
     say("");

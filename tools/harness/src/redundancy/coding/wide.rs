@@ -1,6 +1,6 @@
 //! The experiment of the paper by Ryu et al. inside a node: objects are coded into 128 data and 32
 //! parity fragments and stored on 160 targets, one object at a time. As in the paper, the time
-//! includes the writes to the drive. Other than in the paper, it also includes the network, and the
+//! includes the writes to the drive. Unlike in the paper, it also includes the network, and the
 //! targets share one drive.
 
 use super::places::{PATTERNS, PLACES, name, print, write_everywhere, writing};
