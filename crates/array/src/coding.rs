@@ -321,7 +321,7 @@ impl CodingDispatcher {
             let (copy, into) = (task.clone(), buffers(&task));
             match self.software.submit(work, move || copy.run(into)).await {
                 Ok(reconstructed) => {
-                    slot.done_untimed();
+                    slot.done();
                     return reconstructed;
                 }
                 Err(e) => slot.failed(&e.to_string()),
@@ -466,14 +466,6 @@ impl CodingSlot {
         self.slot.done();
         if let Some(device) = self.device {
             device.done();
-        }
-    }
-
-    /// Ends a task whose time does not tell how long it takes to compute parity.
-    fn done_untimed(self) {
-        self.slot.done_untimed();
-        if let Some(device) = self.device {
-            device.done_untimed();
         }
     }
 

@@ -29,6 +29,9 @@ pub(super) struct TaskInService {
     pub(super) place: CodingPlace,
     /// True if the task is a probe: its outcome decides whether the place is used again.
     is_probe: bool,
+    /// True if the task can run only at this place. It is of another kind than the tasks that the
+    /// scheduler places, so its time does not tell how long they take.
+    is_only: bool,
 }
 
 /// Outcome of a task in service.
@@ -37,8 +40,6 @@ pub(super) enum TaskOutcome<'a> {
     Done,
     /// Done, with the time that a lane spent on it.
     DoneIn(Duration),
-    /// Done, but other tasks will take another time.
-    DoneUntimed,
     Failed(&'a str),
     /// The caller has dropped its slot without reporting an outcome.
     Abandoned,
@@ -168,7 +169,7 @@ impl<W> TaskAdmission<W> {
         if let (CodingMode::Hybrid(ratio), false) = (self.mode, self.host_busy) {
             self.turns.taken(ratio);
         }
-        Some((waiter, TaskInService { id, bytes, place, is_probe }, reason))
+        Some((waiter, TaskInService { id, bytes, place, is_probe, is_only: false }, reason))
     }
 
     /// Starts a task that can run only at this place, unless the place is full or not usable. If
@@ -187,7 +188,7 @@ impl<W> TaskAdmission<W> {
         station.begin_only(id, bytes, now);
         station.sent[Reason::Only as usize] += 1;
         self.auto.observe(self.queue.len(), &self.stations, now);
-        Some(TaskInService { id, bytes, place, is_probe })
+        Some(TaskInService { id, bytes, place, is_probe, is_only: true })
     }
 
     /// Chooses the coding place of the task at the head of the queue, with the reason. Returns
@@ -234,9 +235,9 @@ impl<W> TaskAdmission<W> {
         let station = &mut self.stations[ticket.place as usize];
         let seen = station.end(ticket.id, now);
         match outcome {
-            TaskOutcome::Done | TaskOutcome::DoneIn(_) | TaskOutcome::DoneUntimed => {
+            TaskOutcome::Done | TaskOutcome::DoneIn(_) => {
                 let took = if let TaskOutcome::DoneIn(told) = outcome { told } else { seen };
-                if outcome != TaskOutcome::DoneUntimed {
+                if !ticket.is_only {
                     station.estimate.learn(ticket.bytes, took, now);
                 }
                 if ticket.is_probe {

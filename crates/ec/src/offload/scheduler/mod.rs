@@ -227,7 +227,8 @@ impl Scheduler {
         self.0.admission.borrow().can_begin_at(place, now())
     }
 
-    /// Takes a slot for a task that can run only at this place. Never waits: returns `None` if the
+    /// Takes a slot for a task that can run only at this place. The scheduler does not learn from
+    /// the task's time, because such tasks are of another kind. Never waits: returns `None` if the
     /// place has no free slot, or is not used because it has failed. After a failure, the task may
     /// be the probe.
     pub fn admit_at(&self, place: CodingPlace, work_bytes: u64) -> Option<TaskSlot> {
@@ -305,11 +306,6 @@ impl TaskSlot {
     /// waiting time.
     pub fn done_in(mut self, took: Duration) {
         self.end(TaskOutcome::DoneIn(took));
-    }
-
-    /// Reports that the task is done, but that its time does not tell how long other tasks take.
-    pub fn done_untimed(mut self) {
-        self.end(TaskOutcome::DoneUntimed);
     }
 
     /// Reports a failure of the place, which begins a cool-down. The caller may request another

@@ -14,7 +14,7 @@ use super::{Capacity, Reason};
 struct StationTask {
     id: u64,
     bytes: u64,
-    /// True if the task can run only at this place, so that its time teaches nothing.
+    /// True if the task can run only at this place.
     is_only: bool,
     /// Time when a lane started the task; `None` while the task waits inside the place.
     running: Option<Instant>,

@@ -65,7 +65,7 @@ async fn a_task_of_one_place_never_waits() {
     let probe = at(CodingPlace::Offload).expect("such a task may be the probe");
     assert!(at(CodingPlace::Offload).is_none(), "the place is being probed");
     let known = scheduler.snapshot().offload.us_per_task;
-    probe.done_untimed();
+    probe.done();
     assert!(at(CodingPlace::Offload).is_some());
     let after = scheduler.snapshot();
     assert_eq!((after.offload.sent.only, after.host.sent.only), (3, 2));
