@@ -77,7 +77,6 @@ impl Key {
         match self.default {
             Value::Array(_) => Value::Array(text.split(':').map(|t| Value::String(t.to_owned())).collect()),
             Value::Integer(_) => text.parse().map_or_else(|_| Value::String(text.to_owned()), Value::Integer),
-            Value::Float(_) => text.parse().map_or_else(|_| Value::String(text.to_owned()), Value::Float),
             Value::Boolean(_) => text.parse().map_or_else(|_| Value::String(text.to_owned()), Value::Boolean),
             _ => Value::String(text.to_owned()),
         }
