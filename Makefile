@@ -96,7 +96,7 @@ ifneq ($(CEPH),0)
 	@scripts/setup ceph || echo "make report: Ceph cannot be installed, so the report will not measure it"
 endif
 
-report: setup-report ## Repeat the papers' evaluations, the first one together with a real Ceph; writes report/index.html (QUICK=1: 6 min; ROUNDS=7 SECONDS=3: 1 h)
+report: setup-report ## Repeat the papers' evaluations, the first one together with a real Ceph; writes report/index.html (QUICK=1: 8 min; ROUNDS=7 SECONDS=3: 1 h)
 	$(CARGO) build --release --locked --bin outboard --bin outboard-redundancy --bin outboard-report --bin outboard-layers
 	@QUICK=$(QUICK) $(CARGO) run -q --release --locked --bin outboard-redundancy -- coding:timeline coding:places coding:wide
 	@QUICK=$(QUICK) ROUNDS=$(ROUNDS) SECONDS=$(SECONDS) CEPH=$(CEPH) $(CARGO) run -q --release --locked --bin outboard-report

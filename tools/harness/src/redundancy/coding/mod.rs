@@ -54,7 +54,7 @@ const BUSY_ALLOWED: f64 = 5.0;
 /// If the node fails, or the requested experiment does not exist.
 pub fn measure(settings: &RedundancySettings, dir: &Path) -> Result<Book> {
     let usual = (CodingNode::usual(settings), &EXPERIMENTS[..]);
-    let nodes = [usual, (wide::NODE, &WIDE[..])];
+    let nodes = [usual, (wide::node(settings), &WIDE[..])];
     if let Some(only) = &settings.only
         && !nodes.iter().any(|(_, all)| all.iter().any(|(name, _)| name == only))
     {
