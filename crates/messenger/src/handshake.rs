@@ -86,7 +86,7 @@ pub(crate) async fn write(wire: &mut Wire, body: &Body) -> std::io::Result<()> {
             writer.flush().await
         }
         Road::Packets(link) => {
-            link.send(&[PacketContent::Copied(&out)]).await.map_err(|e| std::io::Error::other(e.0))
+            link.send(&[PacketContent::Copied(&out)], false).await.map_err(|e| std::io::Error::other(e.0))
         }
     }
 }

@@ -56,6 +56,33 @@ pub async fn bulk_transfers_deliver_the_right_bytes(rig: &Rig) {
     ranges_of_one_offer(&(client, from_server), &server, &mut random).await;
 }
 
+/// The memory of pushed data is free soon after the push, even if no later data is sent. Also tests
+/// short pushes whose data is a part of a large buffer.
+pub async fn pushes_do_not_keep_their_memory(rig: &Rig) {
+    let mut listener = rig.listen().await;
+    let ((client, _from_server), (server, _from_client)) = rig.pair(&mut *listener).await;
+    let (pool, all) = (pool(), 1 << 20);
+    let free = pool.free_bytes().0;
+    for len in [1, 600, 5000, 20_000, 300_000] {
+        for likely in [0, len] {
+            let room = Buffer::partly_exposed(0, len, likely);
+            let sink = client.offer_sink(Arc::clone(&room) as _, 0).expect("offered");
+            let buf = pool.alloc(all).await.expect("a buffer").freeze();
+            let payload = Payload::compute(0, buf.slice(all - len..));
+            drop(buf);
+            server.bulk_write(&sink.descriptor, 0, payload, LONG).await.expect("pushed");
+            let freed = async {
+                while pool.free_bytes().0 != free {
+                    tokio::time::sleep(Duration::from_millis(5)).await;
+                }
+            };
+            let freed = tokio::time::timeout(LONG, freed).await;
+            assert!(freed.is_ok(), "a push of {len} bytes, {likely} of them likely, keeps its memory");
+            sink.finish();
+        }
+    }
+}
+
 async fn ranges_of_one_offer(
     client: &Ends,
     server: &Arc<dyn crate::Connection>,

@@ -55,6 +55,7 @@ pub(super) struct Batch {
     /// Number of bytes of payload that were copied behind their headers.
     copied: usize,
     frames: usize,
+    has_bulk: bool,
     /// Number of messages in the batch that are sent for the first time.
     pub(super) messages: usize,
     /// Number of bulk slots to release once the batch is written.
@@ -95,11 +96,17 @@ impl Batch {
         self.frames
     }
 
+    /// Whether the batch holds bulk data.
+    pub(super) fn has_bulk(&self) -> bool {
+        self.has_bulk
+    }
+
     pub(super) fn push_control(&mut self, body: &Body, ack: u64) {
         self.push(body.kind(), 0, ack, &Payload::default(), |out| body.encode(out));
     }
 
     pub(super) fn push_bulk(&mut self, kind: FrameKind, seq: u64, ack: u64, body: &Body, payload: &Payload) {
+        self.has_bulk |= !payload.is_empty();
         self.push(kind, seq, ack, payload, |out| body.encode(out));
     }
 
@@ -221,6 +228,7 @@ impl Batch {
         self.ends.clear();
         self.writes.clear();
         (self.bytes, self.copied, self.frames, self.messages, self.bulk_slots) = (0, 0, 0, 0, 0);
+        self.has_bulk = false;
     }
 
     /// All bytes of the batch.

@@ -179,7 +179,9 @@ impl Shared {
         }
         let packets: Vec<Range<usize>> = batch.packets(ROOM_BYTES, link.parts_max());
         for packet in packets {
-            link.send(&batch.pieces(packet)).await?;
+            // A chunk of bulk data may belong to a large buffer, which must not wait for later packets.
+            let frees = batch.has_bulk() && packet.end == batch.bytes();
+            link.send(&batch.pieces(packet), frees).await?;
             self.watch.on_sent();
         }
         self.metrics.sent_bytes.increment(batch.bytes() as u64);

@@ -371,7 +371,7 @@ impl Link {
         let header = Self::header(&mut state);
         drop(state);
         let parts = if self.can_inject(HEADER_BYTES) { Ok(Vec::new()) } else { self.alone(header) };
-        let notify = parts.as_ref().is_ok_and(|parts| self.wants_completion(parts));
+        let notify = parts.as_ref().is_ok_and(|parts| self.wants_completion(parts, false));
         let result = match parts {
             Ok(parts) if parts.is_empty() => self.endpoint.inject(&header.encode()),
             Ok(mut parts) => self.endpoint.send_parts(&mut parts, notify),
@@ -425,19 +425,21 @@ impl Link {
     }
 
     /// Sends one packet with a content of at most [`ROOM_BYTES`](super::packet::ROOM_BYTES). Waits
-    /// until the peer has a buffer for it.
-    pub(crate) async fn send(&self, pieces: &[PacketContent<'_>]) -> Result<(), LinkFailed> {
+    /// until the peer has a buffer for it. With `frees`, the memory of this packet and of all
+    /// earlier ones is freed as soon as they are sent. Otherwise, a later packet may have to free
+    /// it.
+    pub(crate) async fn send(&self, pieces: &[PacketContent<'_>], frees: bool) -> Result<(), LinkFailed> {
         let header = self.credit().await?;
         let len: usize = pieces.iter().map(|piece| piece.bytes().len()).sum();
         debug_assert!(len + HEADER_BYTES <= PACKET_BYTES, "a packet must fit into a buffer");
-        if self.can_inject(len + HEADER_BYTES) {
+        if self.can_inject(len + HEADER_BYTES) && !frees {
             let mut packet = Vec::with_capacity(len + HEADER_BYTES);
             packet.extend_from_slice(&header.encode());
             pieces.iter().for_each(|piece| packet.extend_from_slice(piece.bytes()));
             return self.post(|endpoint| endpoint.inject(&packet)).await;
         }
         let mut parts = self.assemble(header, pieces).await?;
-        let notify = self.wants_completion(&parts);
+        let notify = self.wants_completion(&parts, frees);
         self.post(|endpoint| endpoint.send_parts(&mut parts, notify)).await
     }
 
@@ -516,11 +518,13 @@ impl Link {
 
     /// Whether the next operation must request a completion. Operations without a completion keep
     /// their memory until the next completion, so this function limits the amount of this memory.
-    pub(super) fn wants_completion(&self, parts: &[GatherBytes]) -> bool {
+    /// With `frees`, the memory must not wait for the next completion. This is necessary if the
+    /// parts belong to a larger buffer.
+    pub(super) fn wants_completion(&self, parts: &[GatherBytes], frees: bool) -> bool {
         let mut state = self.state();
         state.quiet_operations += 1;
         state.quiet_bytes += parts.iter().map(|part| part.bytes.len()).sum::<usize>();
-        let wants = state.quiet_operations >= QUIET_OPERATIONS || state.quiet_bytes >= QUIET_BYTES;
+        let wants = frees || state.quiet_operations >= QUIET_OPERATIONS || state.quiet_bytes >= QUIET_BYTES;
         if wants {
             (state.quiet_operations, state.quiet_bytes) = (0, 0);
         }

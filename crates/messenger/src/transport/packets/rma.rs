@@ -68,7 +68,8 @@ impl Link {
             .region_of(bytes)
             .map_err(|_| LinkFailed("the data is not in registered memory".into()))?;
         let mut parts = vec![GatherBytes { bytes: bytes.clone(), region }];
-        let notify = self.wants_completion(&parts);
+        // The bytes may be the last ones of a large buffer.
+        let notify = self.wants_completion(&parts, true);
         self.post(|endpoint| endpoint.write_parts(&mut parts, remote, notify)).await
     }
 
