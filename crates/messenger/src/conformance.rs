@@ -12,7 +12,7 @@ pub use bulk::{
     a_pull_from_a_slow_source_times_out, bulk_transfers_deliver_the_right_bytes,
     cancelled_pulls_never_write_to_reused_buffers, concurrent_transfers_and_messages_all_complete,
     invalid_uses_of_offers_are_refused, large_transfers_finish_one_after_the_other,
-    pushes_do_not_keep_their_memory, wrong_addresses_or_keys_in_a_descriptor_lose_no_data,
+    sent_data_does_not_keep_its_memory, wrong_addresses_or_keys_in_a_descriptor_lose_no_data,
 };
 pub use order::{
     messages_keep_their_order, messages_over_the_limits_are_refused, unread_messages_block_the_sender,
@@ -36,7 +36,7 @@ macro_rules! for_each_conformance_check {
         $run!(unread_messages_block_the_sender);
         $run!(bulk_transfers_deliver_the_right_bytes);
         $run!(concurrent_transfers_and_messages_all_complete);
-        $run!(pushes_do_not_keep_their_memory);
+        $run!(sent_data_does_not_keep_its_memory);
         $run!(large_transfers_finish_one_after_the_other);
         $run!(invalid_uses_of_offers_are_refused);
         $run!(wrong_addresses_or_keys_in_a_descriptor_lose_no_data);

@@ -10,7 +10,7 @@ use rand::Rng;
 use wire::{BulkDescriptor, BulkDirection, BulkOwner, MemoryKind, RemoteMemory};
 
 use super::rig::{Buffer, Rig, message, next_message, pool, random_bytes};
-use crate::{BulkRegion, BulkSource, Ends, MessengerError};
+use crate::{BulkRegion, BulkSource, Ends, Message, MessengerError};
 
 const LONG: Duration = Duration::from_secs(60);
 
@@ -56,30 +56,39 @@ pub async fn bulk_transfers_deliver_the_right_bytes(rig: &Rig) {
     ranges_of_one_offer(&(client, from_server), &server, &mut random).await;
 }
 
-/// The memory of pushed data is free soon after the push, even if no later data is sent. Also tests
-/// short pushes whose data is a part of a large buffer.
-pub async fn pushes_do_not_keep_their_memory(rig: &Rig) {
+/// The memory of sent data becomes free, even if no later data is sent. The data may be a small part
+/// of a large buffer.
+pub async fn sent_data_does_not_keep_its_memory(rig: &Rig) {
     let mut listener = rig.listen().await;
-    let ((client, _from_server), (server, _from_client)) = rig.pair(&mut *listener).await;
+    let ((client, mut from_server), (server, _from_client)) = rig.pair(&mut *listener).await;
     let (pool, all) = (pool(), 1 << 20);
     let free = pool.free_bytes().0;
+    let payload = async |len| {
+        let buf = pool.alloc(all).await.expect("a buffer").freeze();
+        Payload::compute(0, buf.slice(all - len..))
+    };
+    let freed = async |what: &str| {
+        let freed = async {
+            while pool.free_bytes().0 != free {
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+        };
+        assert!(tokio::time::timeout(LONG, freed).await.is_ok(), "{what}: the memory is kept");
+    };
     for len in [1, 600, 5000, 20_000, 300_000] {
         for likely in [0, len] {
             let room = Buffer::partly_exposed(0, len, likely);
             let sink = client.offer_sink(Arc::clone(&room) as _, 0).expect("offered");
-            let buf = pool.alloc(all).await.expect("a buffer").freeze();
-            let payload = Payload::compute(0, buf.slice(all - len..));
-            drop(buf);
-            server.bulk_write(&sink.descriptor, 0, payload, LONG).await.expect("pushed");
-            let freed = async {
-                while pool.free_bytes().0 != free {
-                    tokio::time::sleep(Duration::from_millis(5)).await;
-                }
-            };
-            let freed = tokio::time::timeout(LONG, freed).await;
-            assert!(freed.is_ok(), "a push of {len} bytes, {likely} of them likely, keeps its memory");
+            server.bulk_write(&sink.descriptor, 0, payload(len).await, LONG).await.expect("pushed");
+            freed(&format!("a push of {len} bytes, {likely} of them likely")).await;
             sink.finish();
         }
+    }
+    for len in [1, 600, 4000] {
+        let header = bytes::Bytes::from_static(b"data");
+        server.send(Message { header, payload: payload(len).await }).await.expect("sent");
+        assert_eq!(next_message(&mut *from_server).await.payload.len(), len);
+        freed(&format!("a message with {len} bytes")).await;
     }
 }
 

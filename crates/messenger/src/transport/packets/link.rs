@@ -85,6 +85,8 @@ struct State {
     is_due: bool,
     quiet_operations: u32,
     quiet_bytes: usize,
+    /// Whether the next packet with content must free the memory of earlier operations.
+    is_free_due: bool,
     reads: RmaReads,
 }
 
@@ -142,6 +144,7 @@ impl Link {
             is_due: false,
             quiet_operations: 0,
             quiet_bytes: 0,
+            is_free_due: false,
             reads: RmaReads::default(),
         };
         let link = Arc::new(Link {
@@ -315,13 +318,15 @@ impl Link {
         wanted
     }
 
-    /// Halves the window of a link that counts as idle, so that the link needs fewer buffers. Must
-    /// be called periodically. The peer may still use the credits that it has.
+    /// Halves the window of a link that counts as idle, so that the link needs fewer buffers. Lets
+    /// the next packet free the memory of earlier operations. Must be called periodically. The peer
+    /// may still use the credits that it has.
     pub(crate) fn rest(&self) {
         let mut state = self.state();
         if std::mem::take(&mut state.busy) <= LITTLE {
             state.window = (state.window / 2).max(FIRST_GRANT);
         }
+        state.is_free_due = state.quiet_operations > 0;
     }
 
     /// Records that a buffer was posted for the peer's packets.
@@ -429,7 +434,8 @@ impl Link {
     /// earlier ones is freed as soon as they are sent. Otherwise, a later packet may have to free
     /// it.
     pub(crate) async fn send(&self, pieces: &[PacketContent<'_>], frees: bool) -> Result<(), LinkFailed> {
-        let header = self.credit().await?;
+        let (header, is_due) = self.credit().await?;
+        let frees = frees || is_due;
         let len: usize = pieces.iter().map(|piece| piece.bytes().len()).sum();
         debug_assert!(len + HEADER_BYTES <= PACKET_BYTES, "a packet must fit into a buffer");
         if self.can_inject(len + HEADER_BYTES) && !frees {
@@ -443,8 +449,9 @@ impl Link {
         self.post(|endpoint| endpoint.send_parts(&mut parts, notify)).await
     }
 
-    /// Waits until a packet with content may be sent.
-    async fn credit(&self) -> Result<PacketHeader, LinkFailed> {
+    /// Waits until a packet with content may be sent. Returns its header, and whether it must free
+    /// the memory of earlier operations.
+    async fn credit(&self) -> Result<(PacketHeader, bool), LinkFailed> {
         loop {
             {
                 let mut state = self.state();
@@ -454,7 +461,7 @@ impl Link {
                 }
                 if state.sending.left() > RESERVE {
                     state.sending.take();
-                    return Ok(Self::header(&mut state));
+                    return Ok((Self::header(&mut state), state.is_free_due));
                 }
             }
             self.credits.notified().await;
@@ -526,7 +533,7 @@ impl Link {
         state.quiet_bytes += parts.iter().map(|part| part.bytes.len()).sum::<usize>();
         let wants = frees || state.quiet_operations >= QUIET_OPERATIONS || state.quiet_bytes >= QUIET_BYTES;
         if wants {
-            (state.quiet_operations, state.quiet_bytes) = (0, 0);
+            (state.quiet_operations, state.quiet_bytes, state.is_free_due) = (0, 0, false);
         }
         wants
     }
