@@ -58,6 +58,20 @@ impl Drop for StageGuard {
     }
 }
 
+/// The op that uses the data of a request.
+fn user(mutate: &Mutate) -> Option<&Mutation> {
+    mutate.ops.iter().find(|op| matches!(op.source(), Some(OpBytes::Payload)))
+}
+
+/// Length of the data that is pulled from the client and may be staged, in bytes. `None` if the
+/// request has no such data, or cannot stage it.
+pub(crate) fn stageable_bytes(mutate: &Mutate) -> Option<u64> {
+    match (&mutate.data, user(mutate)?) {
+        (Data::Bulk(_), Mutation::Append(_)) | (Data::None | Data::Inline, _) => None,
+        (Data::Bulk(from), _) => from.len(),
+    }
+}
+
 /// Pulls the data of a request from its client.
 pub(crate) struct Puller<'a> {
     pub(crate) connection: &'a dyn Connection,
@@ -79,9 +93,7 @@ impl Puller<'_> {
         inline: Payload,
         store: &Rc<Backing>,
     ) -> StepResult<Gathered> {
-        let Some(user) = mutate.ops.iter().find(|op| matches!(op.source(), Some(OpBytes::Payload))) else {
-            return Ok(Gathered::None);
-        };
+        let Some(user) = user(mutate) else { return Ok(Gathered::None) };
         let offset = match user {
             Mutation::Write { offset, .. } => *offset,
             _ => 0,

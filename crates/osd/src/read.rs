@@ -30,6 +30,11 @@ use crate::request::RequestContext;
 use crate::shard::Shard;
 use crate::turnstile::Observation;
 
+/// Maximum length of a segment of a read, in bytes. A segment shows one version of the object, and
+/// clients rely on this length (docs/semantics.md), so it does not depend on the engine. The channel
+/// divides a segment into transfers.
+const SEGMENT: u64 = 2 << 20;
+
 /// Data up to this size, in bytes, travels inside the reply, even if the client offers a sink.
 const INLINE: u64 = 64 << 10;
 
@@ -167,7 +172,7 @@ impl ObjectRead<'_> {
 
     /// Returns the maximum length of a segment, in bytes.
     fn step(&self) -> u64 {
-        self.shard.segment() as u64
+        SEGMENT.min(self.shard.staging.largest() as u64)
     }
 
     /// Requests the first segment from the store: from `start` up to `end`, but at most the maximum

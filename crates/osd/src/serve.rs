@@ -1,5 +1,6 @@
 //! Serves connections: receives requests and sends replies.
 
+use std::cell::Cell;
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -10,12 +11,11 @@ use store::Submit;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Duration, Instant};
 use wire::{
-    Data, Error, Mutate, Mutated, ObjectReply, ObjectRequest, Reply, ReplyBody, RequestBody, RequestHead,
-    SessionId,
+    Error, Mutate, Mutated, ObjectReply, ObjectRequest, Reply, ReplyBody, RequestBody, RequestHead, SessionId,
 };
 
 use crate::clients::ConnectionId;
-use crate::gather::Puller;
+use crate::gather::{self, Puller};
 use crate::inflight::{RequestClaim, joined};
 use crate::mutate::Change;
 use crate::osd::{OpeningConnection, Osd};
@@ -320,15 +320,11 @@ impl Shard {
             origin: Some(Origin { session: request.session, seq, acked_through }),
             patience: request.patience(&self.config),
         };
-        let chosen = match &mutate.data {
-            Data::Bulk(from) => {
-                let (len, largest) = (from.len().unwrap_or(0), self.staging.largest() as u64);
-                let backing = &place.pg.backing;
-                let (alignment, now) = (backing.stage_alignment(), self.requests.now());
-                self.pulls.choose(len, alignment, largest, now, backing.is_redundant())
-            }
-            Data::None | Data::Inline => None,
-        };
+        let chosen = gather::stageable_bytes(mutate).and_then(|len| {
+            let (backing, largest) = (&place.pg.backing, self.staging.largest() as u64);
+            let (alignment, now) = (backing.stage_alignment(), self.requests.now());
+            self.pulls.choose(len, alignment, largest, now, backing.is_redundant())
+        });
         let puller = Puller {
             connection: &*request.connection,
             staging: &self.staging,
@@ -338,12 +334,16 @@ impl Shard {
             segment: self.segment(),
             way: chosen.as_ref().map_or(PullWay::Whole, ChosenPull::way),
         };
+        let gathers = Cell::new(0_u32);
         let gather = async || {
+            gathers.set(gathers.get() + 1);
             self.check_parts(&name, &mutate.ops).await?;
             puller.gather(mutate, inline.clone(), &place.pg.backing).await
         };
         let done = change.run(retry, gather).await?;
-        if let Some(chosen) = chosen {
+        // A repeated request may need no data, and a request that waited for space fetches its data
+        // again. Their times do not tell how long a pull takes.
+        if let Some(chosen) = chosen.filter(|_| gathers.get() == 1) {
             self.pulls.done(&chosen);
         }
         if let Some(manifest) = done.dropped {

@@ -153,7 +153,7 @@ fn absent_target(uuid: Uuid, retry: TargetRetry) -> Rc<Target> {
 }
 
 impl Shard {
-    /// Maximum length of a segment of a request, in bytes.
+    /// Maximum length of a segment of a write, in bytes.
     pub(crate) fn segment(&self) -> usize {
         self.config.segment.min(self.staging.largest())
     }
