@@ -479,9 +479,9 @@ impl CodingSlot {
     /// Reports a failure. If one device of the DPU fails, the DPU remains usable, because the other
     /// device takes over.
     fn failed(self, why: &str) {
-        match self.device {
-            Some(device) => device.failed(why),
-            None => self.slot.failed(why),
+        let is_usable = self.device.is_some_and(|device| device.failed(why));
+        if !is_usable {
+            self.slot.failed(why);
         }
     }
 }

@@ -123,6 +123,11 @@ impl<W> TaskAdmission<W> {
         !station.is_full() && station.standing(now) != StationHealth::Down
     }
 
+    /// Whether a place is usable, or may be probed.
+    pub(super) fn has_usable_place(&self, now: Instant) -> bool {
+        self.stations.iter().any(|station| station.standing(now) != StationHealth::Down)
+    }
+
     /// Appends a task to the queue and returns its number. [`TaskAdmission::next`] starts the task.
     pub(super) fn push(&mut self, bytes: u64, waiter: W) -> Result<u64, TaskRefused> {
         let waiting = self.queue.len();

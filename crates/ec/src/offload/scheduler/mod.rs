@@ -309,9 +309,10 @@ impl TaskSlot {
     }
 
     /// Reports a failure of the place, which begins a cool-down. The caller may request another
-    /// slot for the task.
-    pub fn failed(mut self, why: &str) {
+    /// slot for the task. Returns whether a place remains that has not failed.
+    pub fn failed(mut self, why: &str) -> bool {
         self.end(TaskOutcome::Failed(why));
+        self.scheduler.0.admission.borrow().has_usable_place(now())
     }
 
     fn end(&mut self, outcome: TaskOutcome<'_>) {

@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use base::BoxFuture;
+use base::fault::Faults;
 use bytes::Bytes;
 use client::{Client, CodingStatus, Pool};
 use ec::offload::accelerator::{self, AcceleratorOptions};
@@ -25,7 +26,18 @@ const MIB: usize = 1 << 20;
 
 /// Creates a node whose emulated accelerator computes as fast as this machine can.
 async fn node(mode: &str, offload: CodingOffload, faults: &str) -> (Node, Client, Pool) {
-    let accelerator = accelerator::start(AcceleratorOptions::new(EngineRate::paper(1e12))).unwrap();
+    node_with(mode, offload, faults, Faults::default()).await
+}
+
+/// Like [`node`], with other faults of the accelerator.
+async fn node_with(
+    mode: &str,
+    offload: CodingOffload,
+    faults: &str,
+    of_accelerator: Faults,
+) -> (Node, Client, Pool) {
+    let options = AcceleratorOptions::new(EngineRate::paper(1e12));
+    let accelerator = accelerator::start(AcceleratorOptions { faults: of_accelerator, ..options }).unwrap();
     let engines = Arc::new(Engines::start(EngineOptions::default(), Some(accelerator)).unwrap());
     let coding = CodingConfig {
         mode: mode.parse().unwrap(),
@@ -156,6 +168,28 @@ async fn a_dpu_uses_its_cores_and_its_accelerator_and_one_of_them_suffices() {
     assert!(total(after.cores.sent) > total(devices.cores.sent), "{after:?}");
     assert!(total(after.accelerator.sent) > total(devices.accelerator.sent), "{after:?}");
     is_whole_without_any_two(&node, &client, &pool, &objects).await;
+}
+
+#[tokio::test]
+async fn the_host_computes_parity_if_both_devices_of_the_dpu_fail() {
+    let broken = Faults::default();
+    broken.arm("ec.offload=fail".parse().unwrap()).unwrap();
+    let (node, client, pool) =
+        node_with("async", CodingOffload::Both, "ec.offload=fail", broken.clone()).await;
+    let objects = write(&pool, 8).await;
+    let status = coding(&client).await;
+    let devices = status.devices.clone().unwrap();
+    assert!(devices.cores.health.failures > 0 && devices.accelerator.health.failures > 0, "{status:?}");
+    assert!(status.offload.health.failures > 0, "{status:?}");
+    assert!(status.host.sent.cool_down > 0, "the host took over: {status:?}");
+    check(&pool, &objects, "both devices fail").await;
+    broken.clear();
+    node.config.coding.faults.clear();
+    tokio::time::sleep(Duration::from_millis(40)).await;
+    write(&pool, 9).await;
+    let after = coding(&client).await;
+    assert!(total(after.offload.sent) > total(status.offload.sent), "the DPU is used again: {after:?}");
+    assert_eq!(after.offload.health.recoveries, 1, "{after:?}");
 }
 
 /// The osd measures two ways to pull the data of such writes. Some of them are shorter than a stripe.
