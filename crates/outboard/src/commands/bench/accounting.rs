@@ -162,7 +162,8 @@ impl ProcessCost {
     /// Divides the CPU time of the threads of class `threads` among the classes of their tasks, in
     /// proportion to the time in these tasks. Adds the polls and wake-ups of the tasks.
     fn divide(&mut self, threads: ThreadClass, work: &[(ThreadClass, ClassWork)]) {
-        let sum: u64 = work.iter().map(|(_, work)| work.ns).sum();
+        // The node reports these numbers, so their sum may overflow.
+        let sum = work.iter().fold(0, |sum: u64, (_, work)| sum.saturating_add(work.ns));
         let Some(whole) = self.by_class.get_mut(threads.prefix()).filter(|_| sum > 0) else { return };
         let is_shared = work.iter().any(|(class, work)| *class != threads && work.ns > 0);
         let cpu_seconds = std::mem::take(&mut whole.cpu_seconds);
@@ -176,8 +177,8 @@ impl ProcessCost {
             if is_shared {
                 (part.user_seconds, part.system_seconds, part.estimated) = (None, None, true);
             }
-            part.polls = Some(part.polls.unwrap_or_default() + work.polls);
-            part.wake_ups = Some(part.wake_ups.unwrap_or_default() + work.wake_ups);
+            part.polls = Some(part.polls.unwrap_or_default().saturating_add(work.polls));
+            part.wake_ups = Some(part.wake_ups.unwrap_or_default().saturating_add(work.wake_ups));
         }
     }
 }
