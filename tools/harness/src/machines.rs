@@ -22,6 +22,8 @@ ip -n node addr add 10.77.0.1/24 dev eth0
 ip -n client addr add 10.77.0.2/24 dev eth0
 for machine in node client; do
     ip -n $machine link set eth0 up
+    # Over loopback, connections of the node use this congestion control too.
+    ip -n $machine route change 10.77.0.0/24 dev eth0 congctl reno
 done
 echo ready
 exec cat";

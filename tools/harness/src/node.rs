@@ -81,11 +81,12 @@ pub struct BenchResult {
     /// Latency of an operation.
     pub latency_us: BenchLatency,
     /// CPU time per operation, in µs, of the process on the storage host: the store in `dpu`
-    /// placement, the node's one process in `host` placement.
-    pub host_cpu_us_per_op: f64,
+    /// placement, the node's one process in `host` placement. `None` if the process did not report
+    /// its use at the start and at the end, for example because it was restarted.
+    pub host_cpu_us_per_op: Option<f64>,
     /// CPU time of all processes per operation, in µs. It includes the client and emulated
-    /// hardware.
-    pub node_cpu_us_per_op: f64,
+    /// hardware. `None` if a process did not report its use.
+    pub node_cpu_us_per_op: Option<f64>,
     /// Number of operations that completed in each second.
     #[serde(default)]
     pub per_second: Vec<u64>,

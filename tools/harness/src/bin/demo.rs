@@ -137,8 +137,8 @@ fn compare_placements(node: &Node) -> Result<()> {
             number(r.iops),
             number(r.latency_us.mean),
             number(r.latency_us.p99),
-            number(r.host_cpu_us_per_op),
-            number(r.node_cpu_us_per_op),
+            r.host_cpu_us_per_op.map_or_else(|| "unknown".to_owned(), number),
+            r.node_cpu_us_per_op.map_or_else(|| "unknown".to_owned(), number),
         ]);
     }
     table.print();

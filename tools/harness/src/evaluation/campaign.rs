@@ -59,7 +59,7 @@ impl<'a> Campaign<'a> {
         let config = match step {
             PlanStep::Modes { config, .. } => *config,
             PlanStep::CephLargeSet => TestedSystem::Ceph,
-            PlanStep::Run(Case { ablation: Some(option), .. }) => {
+            PlanStep::Run(Case { ablation: Some(option), .. } | Case { control_of: Some(option), .. }) => {
                 return self.subjects.ablations.retain(|a| a.option != *option);
             }
             PlanStep::Run(Case { config, .. }) if ENGINES.contains(config) => {
@@ -99,7 +99,7 @@ impl<'a> Campaign<'a> {
 
     fn run(&mut self, round: u32, case: Case) -> Result<()> {
         let result = self.rig.bench(self.settings, &case, self.settings.seconds_of(&case))?;
-        self.found.samples.push(Sample::of_bench(round, case, &result));
+        self.found.samples.push(Sample::of_bench(round, case, &result)?);
         Ok(())
     }
 

@@ -47,6 +47,9 @@ pub const LINKED: [TestedSystem; 2] = [TestedSystem::Host, TestedSystem::DpuMemc
 pub const ENGINES: [TestedSystem; 3] =
     [TestedSystem::DpuBf3, TestedSystem::DpuBf3Serial, TestedSystem::DpuOfi];
 
+/// The system for ablations. Its DMA is as slow as on a real DPU.
+const ABLATED: TestedSystem = TestedSystem::DpuBf3;
+
 /// The systems and options to measure.
 #[derive(Debug, Clone)]
 pub struct Subjects {
@@ -74,17 +77,6 @@ impl Subjects {
             linked: LINKED.to_vec(),
             ablations: ABLATIONS.to_vec(),
             in_flight_sweep: IN_FLIGHT_SWEEP.to_vec(),
-        }
-    }
-
-    /// Returns the system for ablations. The preferred system is the one whose DMA is as slow as on
-    /// a real DPU.
-    #[must_use]
-    pub fn ablated(&self) -> TestedSystem {
-        if self.engines.contains(&TestedSystem::DpuBf3) {
-            TestedSystem::DpuBf3
-        } else {
-            TestedSystem::DpuMemcpy
         }
     }
 }
@@ -153,7 +145,7 @@ pub fn round(settings: &EvaluationSettings, subjects: &Subjects, round: u32) -> 
             }),
         );
         for (i, ablation) in subjects.ablations.iter().enumerate() {
-            let ablated = Case::without(subjects.ablated(), ablation);
+            let ablated = Case::without(ABLATED, ablation);
             steps.extend(turns(&[ablated.control(), ablated], turn + i).into_iter().map(PlanStep::Run));
         }
         steps.extend(networks(subjects, turn).into_iter().map(PlanStep::Run));

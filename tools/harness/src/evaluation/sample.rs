@@ -6,6 +6,7 @@ use serde::Serialize;
 
 use super::stats::{Estimate, Rounds, estimate};
 use super::workload::{AccessMode, Case, TestedSystem};
+use crate::Result;
 use crate::node::{BenchBreakdown, BenchResult, ClassUsage, ProcessUse};
 
 /// The results of one run.
@@ -166,12 +167,17 @@ impl Subsystem {
 
 impl Sample {
     /// Converts the result of a run of `outboard bench`.
-    #[must_use]
-    pub fn of_bench(round: u32, case: Case, result: &BenchResult) -> Sample {
+    ///
+    /// # Errors
+    /// If a process of the node did not report its CPU time.
+    pub fn of_bench(round: u32, case: Case, result: &BenchResult) -> Result<Sample> {
+        let unknown = "a process of the node did not report its CPU time, or was restarted during the run";
+        let host_cpu_us_per_op = result.host_cpu_us_per_op.ok_or(unknown)?;
+        let node_cpu_us_per_op = result.node_cpu_us_per_op.ok_or(unknown)?;
         let per_op = |seconds: f64| seconds * 1e6 / result.ops.max(1) as f64;
         let is_write = matches!(case.mode, AccessMode::Write | AccessMode::Randwrite);
         let client = result.processes.iter().filter(|p| p.role == "client").map(|p| p.cpu_seconds).sum();
-        Sample {
+        Ok(Sample {
             round,
             case,
             ops: result.ops,
@@ -179,8 +185,8 @@ impl Sample {
             iops: result.iops,
             latency_us_mean: result.latency_us.mean,
             latency_us_p99: Some(result.latency_us.p99),
-            host_cpu_us_per_op: result.host_cpu_us_per_op,
-            node_cpu_us_per_op: result.node_cpu_us_per_op,
+            host_cpu_us_per_op,
+            node_cpu_us_per_op,
             client_cpu_us_per_op: per_op(client),
             user_us_per_op: per_op(servers(result).map(|p| p.user_seconds).sum()),
             system_us_per_op: per_op(servers(result).map(|p| p.system_seconds).sum()),
@@ -190,7 +196,7 @@ impl Sample {
                 .breakdown_us
                 .filter(|b| is_write && b.host_write + b.dma > 0.0)
                 .map(|b| of_client(b, result.latency_us.mean)),
-        }
+        })
     }
 
     /// Returns the CPU use of the storage host during this run, in % of a core.
@@ -366,6 +372,18 @@ mod tests {
         assert_eq!(Subsystem::of_ceph_thread("tp_osd_tp"), Subsystem::Osd);
         assert_eq!(Subsystem::of_ceph_thread("rocksdb:low0"), Subsystem::Rocksdb);
         assert_eq!(Subsystem::of_ceph_thread("safe_timer"), Subsystem::Other);
+    }
+
+    #[test]
+    fn a_run_with_unknown_cpu_time_has_a_result_but_gives_no_sample() {
+        let result: BenchResult = serde_json::from_str(
+            r#"{"ops":1,"errors":0,"mb_per_s":1,"iops":1,"latency_us":{"mean":1,"p50":1,"p99":1},
+            "host_cpu_us_per_op":null,"node_cpu_us_per_op":null}"#,
+        )
+        .unwrap();
+        assert_eq!((result.host_cpu_us_per_op, result.node_cpu_us_per_op), (None, None));
+        let case = Case::new(TestedSystem::DpuMemcpy, AccessMode::Write, 4096);
+        assert!(Sample::of_bench(1, case, &result).is_err());
     }
 
     #[test]

@@ -141,8 +141,8 @@ pub fn measure(settings: &RedundancySettings, dir: &Path) -> Result<Book> {
 
 fn note(book: &mut Book, name: &str, round: u32, found: &BenchResult) {
     book.note(name, "per_s", round, found.iops);
-    book.note(name, "host_cpu_us", round, found.host_cpu_us_per_op);
-    book.note(name, "all_cpu_us", round, found.node_cpu_us_per_op);
+    book.note_known(name, "host_cpu_us", round, found.host_cpu_us_per_op);
+    book.note_known(name, "all_cpu_us", round, found.node_cpu_us_per_op);
     book.note(name, "latency_us_p99", round, found.latency_us.p99);
     if found.errors > 0 {
         book.problem(format!("{name}: {} operations failed", found.errors));

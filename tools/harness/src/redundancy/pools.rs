@@ -168,8 +168,8 @@ fn run(
     let mb = case.size.1 as f64 / 1e6;
     book.note(&name, "mb_per_s", round, found.mb_per_s);
     book.note(&name, "drive_mb_per_s", round, found.mb_per_s * case.on_drive());
-    book.note(&name, "host_cpu_us_per_mb", round, found.host_cpu_us_per_op / mb);
-    book.note(&name, "all_cpu_us_per_mb", round, found.node_cpu_us_per_op / mb);
+    book.note_known(&name, "host_cpu_us_per_mb", round, found.host_cpu_us_per_op.map(|us| us / mb));
+    book.note_known(&name, "all_cpu_us_per_mb", round, found.node_cpu_us_per_op.map(|us| us / mb));
     book.note(&name, "latency_us_p99", round, found.latency_us.p99);
     if found.errors > 0 {
         book.problem(format!("{name}: {} operations failed", found.errors));

@@ -61,6 +61,13 @@ impl Book {
         figures.entry(figure.to_owned()).or_default().insert(round, value);
     }
 
+    /// Records a value that may be unknown.
+    pub fn note_known(&mut self, what: &str, figure: &str, round: u32, value: Option<f64>) {
+        if let Some(value) = value {
+            self.note(what, figure, round, value);
+        }
+    }
+
     /// Prints and records a problem.
     pub fn problem(&mut self, what: String) {
         say(format!("  problem: {what}"));

@@ -165,7 +165,7 @@ impl SizedNode {
         note(book, "worst_second_of_mean", worst / mean);
         note(book, "longest_ms", writes.latency_us.max / 1e3);
         note(book, "pause_ms", writes.longest_pause_ms as f64);
-        note(book, "host_cpu_us", writes.host_cpu_us_per_op);
+        book.note_known(&self.name, "host_cpu_us", round, writes.host_cpu_us_per_op);
         for process in writes.processes.iter().filter(|process| process.role != "client") {
             let name = format!("{}_peak_mib", process.role);
             note(book, &name, process.peak_resident_bytes as f64 / f64::from(1 << 20));

@@ -218,7 +218,7 @@ fn figure_6(m: &Measurements) -> String {
     format!(
         "<h3>Figure 6. Throughput by network</h3>{}{}<p class=\"soft\">The paper's figures 5 and 6 compare 1 and 100 Gbit/s. The text states the values of figure 5 only. Here, node and client run in \
          two network namespaces on one machine, and a pair of virtual Ethernet devices joins them. For 1 Gbit/s, a token bucket <b>shapes</b> the link in both directions; “unlimited” is as fast as the kernel moves packets \
-         between the namespaces. A table below contains the ceiling of loopback TCP.</p>",
+         between the namespaces. The congestion control is Reno, as over loopback. A table below contains the ceiling of loopback TCP.</p>",
         table(&["4 MiB writes, 16 in flight", "MB/s"], &rows),
         table(&[network, "MB/s", messenger_share, cpu], &by_link)
     )

@@ -4,6 +4,7 @@ pub mod coding;
 mod details;
 mod figures;
 mod networks;
+mod papers;
 pub mod svg;
 pub mod text;
 mod verdict;
@@ -39,6 +40,7 @@ const STYLE: &str = include_str!("style.css");
 pub fn html(content: &PageContent<'_>) -> String {
     let sections = [
         verdict::section(content),
+        papers::section(content.found),
         setting(content),
         figures::section(content.found),
         networks::section(content.found),
@@ -114,7 +116,9 @@ mod tests {
     use super::*;
     use crate::evaluation::bars;
     use crate::evaluation::sample::{Ceiling, CeilingKind, PartUse, Sample, Subsystem};
-    use crate::evaluation::workload::{AccessMode, Case, IN_FLIGHT_SWEEP, MIB, Network, PAPER_SIZES};
+    use crate::evaluation::workload::{
+        AccessMode, Case, IN_FLIGHT_SWEEP, MIB, Network, PAPER_SIZES, TestedSystem,
+    };
     use crate::node::BenchBreakdown;
 
     fn sample(round: u32, case: Case, value: f64) -> Sample {
@@ -223,6 +227,25 @@ mod tests {
         found.samples.retain(|s| s.case.network.is_none());
         check_tags(&page_of(&found));
         assert_eq!(networks::section(&found), "");
+    }
+
+    #[test]
+    fn the_overview_of_the_papers_shows_medians_of_ratios_or_dashes() {
+        let section = papers::section(&some_measurements());
+        assert!(page_of(&some_measurements()).contains(&section));
+        let row = |section: &str, name: &str| {
+            let (_, row) = section.split_once(&format!("<th>{name}")).expect("the row exists");
+            row.split_once("</tr>").expect("the row ends").0.to_owned()
+        };
+        let operations = row(&section, "Ceph over RDMA, figure 6 (a)");
+        assert!(operations.contains("<td>2, 2, 2, 2, 2, 2</td>"), "{operations}");
+        // In round 4, the systems have the values 4 + 10 times their number.
+        let of = |config: TestedSystem| 4.0 + config as u32 as f64 * 10.0;
+        let dpu = text::number(of(TestedSystem::DpuMemcpy) / of(TestedSystem::Host));
+        let throughput = row(&section, "DoCeph, figure 10");
+        assert!(throughput.contains(&format!("<td>{0}, {0}, {0}, {0}</td>", dpu)), "{throughput}");
+        let none = papers::section(&Measurements::default());
+        assert!(row(&none, "DoCeph, figure 10").contains("<td>–, –, –, –</td>"), "{none}");
     }
 
     #[test]
