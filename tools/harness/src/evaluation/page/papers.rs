@@ -137,7 +137,7 @@ fn doceph(m: &Measurements) -> Vec<PaperFigure> {
             published: published(paper::SAVED, " %"),
             here: format!("against Ceph {saved}"),
             setting: "the DPU and its DMA engine are emulated; their CPU time is not the host's",
-            why: "The paper compares the percentages of a core at different throughputs; here it is the CPU time per write. Ceph without replication does less work per write than the paper's.",
+            why: "The paper compares the percentages of a core at different throughputs; here it is the CPU time per write. Ceph without replication does less work per write than the paper's, and Outboard's store verifies the checksums of all data (channel.verify_every).",
         },
         PaperFigure {
             what: "DoCeph, figure 8: latency with DPU / without, writes of 1 and 16 MB",
