@@ -337,8 +337,8 @@ pub struct CodingSection {
     /// memory.
     #[config(default = "dpu")]
     pub offload: CodingOffload,
-    /// Number of threads on the DPU's cores that compute parity and reconstruct large fragments: 1 to
-    /// 64. The shards of the osd divide these threads; each has at least one.
+    /// Number of threads on the DPU's cores that compute parity and reconstruct large fragments: 1
+    /// to 64. The shards of the osd divide these threads; each has at least one.
     #[config(default = 1, validate((1..=64).contains(dpu_threads), "must be 1 to 64"))]
     pub dpu_threads: usize,
     /// Number of threads on the host's processor that compute parity: 1 to 64. Each shard of the osd

@@ -179,7 +179,8 @@ impl Shared {
         }
         let packets: Vec<Range<usize>> = batch.packets(ROOM_BYTES, link.parts_max());
         for packet in packets {
-            // A chunk of bulk data may belong to a large buffer, which must not wait for later packets.
+            // A chunk of bulk data may belong to a large buffer, which must not wait for later
+            // packets.
             let frees = batch.has_bulk() && packet.end == batch.bytes();
             link.send(&batch.pieces(packet), frees).await?;
             self.watch.on_sent();

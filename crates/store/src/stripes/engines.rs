@@ -181,8 +181,8 @@ const STORE_CLASSES: [&str; 4] =
 fn store_time() -> Duration {
     // Ignore an error: the time is then 0, so the work of the store counts as work of the host.
     let usage = ProcessUsage::read(std::process::id()).unwrap_or_default();
-    // Workers of io_uring end when they are idle. Only the total contains the time of ended threads, so
-    // subtract the other threads from it: the result must not decrease.
+    // Workers of io_uring end when they are idle. Only the total contains the time of ended threads.
+    // So that the result does not decrease, subtract the threads of other classes from the total.
     let others = usage.by_class.iter().filter(|(class, _)| !STORE_CLASSES.contains(&class.as_str()));
     let others = others.map(|(_, used)| used.cpu_ns).sum();
     Duration::from_nanos(usage.total.cpu_ns.saturating_sub(others))

@@ -117,7 +117,7 @@ pub(super) struct EngineWorker {
     locals: HashMap<RegionId, Local>,
     windows: HashMap<RegionId, (PeerId, Range<usize>)>,
     port: Option<EngineDomain>,
-    /// Failures of connections, about which the provider does not say which connections they concern.
+    /// Failures of connections that the provider does not name.
     unassigned: Vec<FabricError>,
     /// Whether new completions must be reported.
     completed: bool,

@@ -81,8 +81,8 @@ pub enum Workload {
 /// Host CPU is the CPU time of the store process (dpu placement) or of the node's only process
 /// (host placement). Node CPU is the sum over all processes, including this process and emulated
 /// hardware. The node reports the use of its processes, which may run on other machines. If a
-/// process does not report it, the figure is unknown (null with --json). The supervisor counts only if
-/// it runs on this machine and --endpoint is not given.
+/// process does not report it, the figure is unknown (null with --json). The supervisor counts only
+/// if it runs on this machine and --endpoint is not given.
 ///
 /// CPU and context switches are shown by process and thread class. Connections (msgr) and, on a
 /// DPU, the channel's software (chan) share the osd's thread. On the host, the channel's software

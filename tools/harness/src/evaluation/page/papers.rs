@@ -57,8 +57,8 @@ fn server_us(s: &Sample) -> f64 {
     s.node_cpu_us_per_op - s.client_cpu_us_per_op
 }
 
-/// The messenger's share of the CPU time of the storage system, in %. Unknown if the osd's thread is not
-/// divided.
+/// The messenger's share of the CPU time of the storage system, in %. Unknown if the time of the
+/// osd's thread is not divided.
 fn messenger_share(m: &Measurements, case: &Case) -> String {
     let share = |s: &Sample| Some(100.0 * s.parts.get(&Subsystem::Messenger)?.cpu_us / server_us(s));
     median(m.rounds_if(case, share), " %")
@@ -109,14 +109,14 @@ fn doceph(m: &Measurements) -> Vec<PaperFigure> {
                 messenger_share(m, &across(EmulatedLink::ALL[1]))
             ),
             setting: "the link is a shaped pair of virtual devices; Ceph is real",
-            why: "The paper's Ceph also sends each write to a second node, over a real network with its driver. Outboard's share is smaller because its osd and store share threads with little other work.",
+            why: "The paper's Ceph also sends each write to a second node, over a real network with its driver. Nothing is replicated here, and a node's messenger, osd and store are other code than Ceph's.",
         },
         PaperFigure {
             what: "DoCeph, table 2: context switches of the messenger / those of ObjectStore",
             published: number(paper::TABLE2.0 / paper::TABLE2.1),
             here: format!("Ceph {}; dpu {} (wake-ups)", compared(&switches), compared(&wake_ups)),
             setting: "Ceph is real",
-            why: "The paper names neither the network nor the length of the run. Here, one loopback connection delivers a write in few large pieces. Outboard has no threads for the messenger, so its wake-ups are counted.",
+            why: "The paper names neither the network nor the length of the run. Here, there is one loopback connection, over which Ceph's messenger switches only a few times per write. Outboard has no threads for the messenger, so its wake-ups are counted.",
         },
         PaperFigure {
             what: "DoCeph, figure 6: throughput at 1 and 100 Gbit/s, 4 MB writes",
@@ -130,7 +130,7 @@ fn doceph(m: &Measurements) -> Vec<PaperFigure> {
                 rate_across(EmulatedLink::ALL[1])
             ),
             setting: "1 Gbit/s is shaped by a token bucket; “unlimited” is the speed of the kernel",
-            why: "At 1 Gbit/s the link limits both. Without a limit, the paper's SATA drives and replication limit Ceph; here the two cores limit.",
+            why: "At 1 Gbit/s the link limits both. The paper's throughput at 100 Gbit/s is close to the speed of its SATA drives; here the two cores limit.",
         },
         PaperFigure {
             what: "DoCeph, figure 7: host CPU time saved, writes of 1, 4, 8 and 16 MB",
@@ -160,7 +160,7 @@ fn doceph(m: &Measurements) -> Vec<PaperFigure> {
             published: published(doceph_rate, ""),
             here: by_size("", |size| ratio(&rate(dpu, size), &rate(host, size))),
             setting: "as in figure 8",
-            why: "In the paper, the drive limits large writes, so that the DPU hardly matters. Here, both placements use all of the two cores, and the emulated engine needs CPU time too.",
+            why: "In the paper, large writes are close to the speed of the SATA drives, so that the DPU hardly matters. Here, both placements use all of the two cores, and the emulated engine needs CPU time too.",
         },
     ]
 }
