@@ -13,6 +13,10 @@ const DEFAULT_PORT: u16 = 7400;
 /// `LAST_PORT` lie outside of the range that the system uses for outgoing TCP traffic. A node
 /// therefore usually finds its port free when it starts again.
 const LAST_PORT: u16 = 7499;
+/// The ports that a new node tries if there are not enough ports in a row up to `LAST_PORT`. They too
+/// lie below the system's range for outgoing traffic, so no connection, not even a closed one that the
+/// system remembers for a minute, breaks the row.
+const FURTHER_PORTS: RangeInclusive<u16> = 20_000..=32_767;
 
 fn port_of(listen: &str) -> Option<u16> {
     listen.rsplit_once(':')?.1.parse().ok()
@@ -71,18 +75,14 @@ pub struct PortClaim {
 }
 
 impl PortClaim {
-    /// Claims these ports; `None` if another node has claimed one of them.
-    fn take(ports: RangeInclusive<u16>) -> io::Result<Option<PortClaim>> {
-        let mut sockets = Vec::new();
-        for port in ports {
-            let name = UnixAddr::from_abstract_name(format!("outboard/port/{port}"))?;
-            match UnixDatagram::bind_addr(&name) {
-                Ok(socket) => sockets.push(socket),
-                Err(e) if e.kind() == io::ErrorKind::AddrInUse => return Ok(None),
-                Err(e) => return Err(e),
-            }
+    /// Claims one port; `None` if another node has claimed it.
+    fn take(port: u16) -> io::Result<Option<UnixDatagram>> {
+        let name = UnixAddr::from_abstract_name(format!("outboard/port/{port}"))?;
+        match UnixDatagram::bind_addr(&name) {
+            Ok(socket) => Ok(Some(socket)),
+            Err(e) if e.kind() == io::ErrorKind::AddrInUse => Ok(None),
+            Err(e) => Err(e),
         }
-        Ok(Some(PortClaim { sockets }))
     }
 
     /// Claims the ports of `shards` shards, of which the first listens at the address `listen`, up to
@@ -90,10 +90,8 @@ impl PortClaim {
     /// another node has claimed the first port.
     pub fn of(listen: &str, shards: u16) -> Option<PortClaim> {
         let first = port_of(listen).filter(|port| *port != 0)?;
-        let claims =
-            ports(first, shards).unwrap_or(first..=u16::MAX).map(|port| PortClaim::take(port..=port));
-        let claims = claims.map_while(|claim| claim.ok().flatten());
-        let sockets: Vec<UnixDatagram> = claims.flat_map(|claim| claim.sockets).collect();
+        let claims = ports(first, shards).unwrap_or(first..=u16::MAX).map(PortClaim::take);
+        let sockets: Vec<UnixDatagram> = claims.map_while(|claim| claim.ok().flatten()).collect();
         (!sockets.is_empty()).then_some(PortClaim { sockets })
     }
 
@@ -118,29 +116,25 @@ pub fn check(listen: &str) -> io::Result<TcpListener> {
 }
 
 /// Chooses ports of the loopback interface for `shards` shards: the first free ports in a row from
-/// [`DEFAULT_PORT`] to [`LAST_PORT`], or any free ports if these are taken. Returns the address of the
-/// first.
+/// [`DEFAULT_PORT`] to [`LAST_PORT`], or in [`FURTHER_PORTS`] if these are taken. Returns the address
+/// of the first.
 ///
 /// # Errors
 /// If no such ports are free, or if the operating system reports another error.
 pub fn choose(shards: u16) -> io::Result<(SocketAddr, PortClaim)> {
     let address = |port| SocketAddr::from((Ipv4Addr::LOCALHOST, port));
-    for first in DEFAULT_PORT..=LAST_PORT {
-        let Some(ports) = ports(first, shards).filter(|ports| *ports.end() <= LAST_PORT) else { break };
-        if let Some(claim) = PortClaim::take(ports.clone())?
-            && ports.into_iter().all(|port| TcpListener::bind(address(port)).is_ok())
-        {
-            return Ok((address(first), claim));
-        }
-    }
-    for _ in 0..TRIES {
-        let free = TcpListener::bind(address(0))?;
-        let first = free.local_addr()?;
-        let Some(ports) = ports(first.port(), shards) else { continue };
-        if let Some(claim) = PortClaim::take(ports.clone())?
-            && ports.skip(1).all(|port| TcpListener::bind(address(port)).is_ok())
-        {
-            return Ok((first, claim));
+    let shards = shards.max(1);
+    for range in [DEFAULT_PORT..=LAST_PORT, FURTHER_PORTS] {
+        // The claims of the free ports in a row that end with the last port looked at.
+        let mut sockets = Vec::new();
+        for port in range {
+            match PortClaim::take(port)? {
+                Some(socket) if TcpListener::bind(address(port)).is_ok() => sockets.push(socket),
+                _ => sockets.clear(),
+            }
+            if sockets.len() == usize::from(shards) {
+                return Ok((address(port - (shards - 1)), PortClaim { sockets }));
+            }
         }
     }
     Err(io::ErrorKind::AddrInUse.into())
@@ -174,10 +168,21 @@ mod tests {
     }
 
     #[test]
+    fn ports_in_use_by_outgoing_traffic_do_not_break_a_long_row() {
+        // No 200 ports in a row are free in the system's usual range for outgoing traffic.
+        let busy: Vec<_> = (32_768..=60_999)
+            .step_by(150)
+            .map(|port| TcpListener::bind((Ipv4Addr::LOCALHOST, port)))
+            .collect();
+        let (first, _claim) = choose(200).unwrap();
+        assert!(FURTHER_PORTS.contains(&first.port()), "{first}");
+        drop(busy);
+    }
+
+    #[test]
     fn a_node_claims_its_ports_up_to_a_neighbours_port() {
-        // These ports lie outside of the range from which the other tests choose.
-        let (first, claim) = choose(LAST_PORT - DEFAULT_PORT + 2).unwrap();
-        drop(claim);
+        // These ports lie outside of the ranges from which the other tests choose.
+        let first: SocketAddr = settle("127.0.0.1:0", 3).parse().unwrap();
         let port = |shard| SocketAddr::new(first.ip(), first.port() + shard).to_string();
         let neighbour = PortClaim::of(&port(2), 1).unwrap();
         assert_eq!(PortClaim::of(&port(0), 3).unwrap().sockets.len(), 2);
