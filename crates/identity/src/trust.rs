@@ -1,0 +1,272 @@
+//! [`Trust`]: which identity a process proves, and whose proof it accepts.
+
+use std::fmt;
+use std::sync::{Arc, LazyLock};
+
+use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
+use rustls::crypto::{CryptoProvider, WebPkiSupportedAlgorithms, aws_lc_rs, verify_tls13_signature};
+use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
+use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
+use rustls::sign::SingleCertAndKey;
+use rustls::{
+    CertificateError, ClientConfig, DigitallySignedStruct, DistinguishedName, Error, ServerConfig,
+    SignatureScheme,
+};
+
+use crate::{Identity, KeyHash};
+
+/// The protocol for which two processes prove their identities. The handshake names the protocol, so
+/// a handshake for one protocol cannot serve another.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Protocol {
+    /// The messenger, between a client and an osd.
+    Messenger,
+}
+
+impl Protocol {
+    /// The name in the handshake (ALPN, RFC 7301).
+    pub(crate) fn name(self) -> &'static [u8] {
+        match self {
+            Protocol::Messenger => b"outboard-messenger/3",
+        }
+    }
+}
+
+/// Who a key belongs to.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Member {
+    /// Name of the tenant, at most 32 bytes.
+    pub tenant: String,
+    /// Name of the user within the tenant.
+    pub user: String,
+}
+
+/// The users that a server accepts. Any thread may call it.
+pub trait Members: Send + Sync {
+    /// Returns the user to whom the key belongs; `None` if the server does not accept the key.
+    fn find(&self, key: &KeyHash) -> Option<Member>;
+}
+
+/// Which identity a process proves, and whose proof it accepts. Cloning is cheap.
+///
+/// The default trusts only this process: each end of a connection must use the default of the same
+/// process. Its key exists only in the memory of the process.
+#[derive(Clone)]
+pub struct Trust(Arc<TrustParts>);
+
+struct TrustParts {
+    protocol: Protocol,
+    key: KeyHash,
+    dials: Option<(KeyHash, Arc<ClientConfig>)>,
+    accepts: Option<(Arc<dyn Members>, Arc<ServerConfig>)>,
+}
+
+impl Trust {
+    /// Creates the trust of a client, which only connects to the server with the key `server`.
+    #[must_use]
+    pub fn client(protocol: Protocol, identity: &Identity, server: KeyHash) -> Trust {
+        let dials = Some((server, client_config(protocol, identity, server)));
+        Trust(Arc::new(TrustParts { protocol, key: identity.key(), dials, accepts: None }))
+    }
+
+    /// Creates the trust of a server, which only accepts `members`.
+    #[must_use]
+    pub fn server(protocol: Protocol, identity: &Identity, members: Arc<dyn Members>) -> Trust {
+        let accepts = Some((members, server_config(protocol, identity)));
+        Trust(Arc::new(TrustParts { protocol, key: identity.key(), dials: None, accepts }))
+    }
+
+    /// Returns the hash of this side's key.
+    #[must_use]
+    pub fn key(&self) -> KeyHash {
+        self.0.key
+    }
+
+    /// Returns the user to whom a peer's key belongs; `None` if this side does not accept the key, or
+    /// accepts no peers.
+    #[must_use]
+    pub fn member(&self, key: &KeyHash) -> Option<Member> {
+        self.0.accepts.as_ref().and_then(|(members, _)| members.find(key))
+    }
+
+    pub(crate) fn protocol(&self) -> Protocol {
+        self.0.protocol
+    }
+
+    /// The key of the server to which this side connects, and the configuration for it.
+    pub(crate) fn dials(&self) -> Option<(KeyHash, Arc<ClientConfig>)> {
+        self.0.dials.clone()
+    }
+
+    pub(crate) fn accepts(&self) -> Option<Arc<ServerConfig>> {
+        self.0.accepts.as_ref().map(|(_, config)| Arc::clone(config))
+    }
+}
+
+impl Default for Trust {
+    fn default() -> Trust {
+        static WITHIN_PROCESS: LazyLock<Trust> = LazyLock::new(|| {
+            let identity = Identity::generate();
+            let (protocol, key) = (Protocol::Messenger, identity.key());
+            let members: Arc<dyn Members> = Arc::new(Only(key));
+            let dials = Some((key, client_config(protocol, &identity, key)));
+            let accepts = Some((members, server_config(protocol, &identity)));
+            Trust(Arc::new(TrustParts { protocol, key, dials, accepts }))
+        });
+        WITHIN_PROCESS.clone()
+    }
+}
+
+impl fmt::Debug for Trust {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let server = self.0.dials.as_ref().map(|(server, _)| server);
+        let fields = (self.0.protocol, self.0.key, server, self.0.accepts.is_some());
+        let (protocol, key, server, accepts) = fields;
+        f.debug_struct("Trust")
+            .field("protocol", &protocol)
+            .field("key", &key)
+            .field("server", &server)
+            .field("accepts", &accepts)
+            .finish()
+    }
+}
+
+/// Accepts this process only.
+struct Only(KeyHash);
+
+impl Members for Only {
+    fn find(&self, key: &KeyHash) -> Option<Member> {
+        (*key == self.0).then(|| Member { tenant: "main".into(), user: "process".into() })
+    }
+}
+
+fn provider() -> Arc<CryptoProvider> {
+    static PROVIDER: LazyLock<Arc<CryptoProvider>> =
+        LazyLock::new(|| Arc::new(aws_lc_rs::default_provider()));
+    Arc::clone(&PROVIDER)
+}
+
+const TLS_1_3: &[&rustls::SupportedProtocolVersion] = &[&rustls::version::TLS13];
+
+fn client_config(protocol: Protocol, identity: &Identity, server: KeyHash) -> Arc<ClientConfig> {
+    let builder = ClientConfig::builder_with_provider(provider()).with_protocol_versions(TLS_1_3);
+    let builder = builder.expect("the provider supports TLS 1.3").dangerous();
+    let builder = builder.with_custom_certificate_verifier(Arc::new(PinnedServer(server)));
+    let resolver = SingleCertAndKey::from(identity.certified());
+    let mut config = builder.with_client_cert_resolver(Arc::new(resolver));
+    config.alpn_protocols = vec![protocol.name().to_vec()];
+    config.enable_sni = false;
+    Arc::new(config)
+}
+
+fn server_config(protocol: Protocol, identity: &Identity) -> Arc<ServerConfig> {
+    let builder = ServerConfig::builder_with_provider(provider()).with_protocol_versions(TLS_1_3);
+    let builder = builder.expect("the provider supports TLS 1.3");
+    let builder = builder.with_client_cert_verifier(Arc::new(AnyKey));
+    let mut config = builder.with_cert_resolver(Arc::new(SingleCertAndKey::from(identity.certified())));
+    config.alpn_protocols = vec![protocol.name().to_vec()];
+    config.send_tls13_tickets = 1;
+    Arc::new(config)
+}
+
+/// Signature schemes of identities: Ed25519, and ECDSA with P-256.
+const SCHEMES: [SignatureScheme; 2] = [SignatureScheme::ED25519, SignatureScheme::ECDSA_NISTP256_SHA256];
+
+fn algorithms() -> WebPkiSupportedAlgorithms {
+    provider().signature_verification_algorithms
+}
+
+/// Checks a certificate that carries a key: it must be the only one, and well-formed. Its names, its
+/// dates and its own signature have no meaning, because the key is the identity.
+fn key_in(certificate: &CertificateDer<'_>, chain: &[CertificateDer<'_>]) -> Result<KeyHash, Error> {
+    let malformed = || Error::InvalidCertificate(CertificateError::BadEncoding);
+    if !chain.is_empty() {
+        return Err(malformed());
+    }
+    KeyHash::of_certificate(certificate).ok_or_else(malformed)
+}
+
+/// Accepts only the server with this key.
+#[derive(Debug)]
+struct PinnedServer(KeyHash);
+
+impl ServerCertVerifier for PinnedServer {
+    fn verify_server_cert(
+        &self,
+        certificate: &CertificateDer<'_>,
+        chain: &[CertificateDer<'_>],
+        _: &ServerName<'_>,
+        _: &[u8],
+        _: UnixTime,
+    ) -> Result<ServerCertVerified, Error> {
+        let found = key_in(certificate, chain)?;
+        if found == self.0 {
+            Ok(ServerCertVerified::assertion())
+        } else {
+            Err(Error::General(found.to_string()))
+        }
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        _: &[u8],
+        _: &CertificateDer<'_>,
+        _: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        Err(Error::PeerIncompatible(rustls::PeerIncompatible::ServerDoesNotSupportTls12Or13))
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signed: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        verify_tls13_signature(message, certificate, signed, &algorithms())
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        SCHEMES.to_vec()
+    }
+}
+
+/// Accepts each client that proves possession of a key. The server then looks the key up.
+#[derive(Debug)]
+struct AnyKey;
+
+impl ClientCertVerifier for AnyKey {
+    fn root_hint_subjects(&self) -> &[DistinguishedName] {
+        &[]
+    }
+
+    fn verify_client_cert(
+        &self,
+        certificate: &CertificateDer<'_>,
+        chain: &[CertificateDer<'_>],
+        _: UnixTime,
+    ) -> Result<ClientCertVerified, Error> {
+        key_in(certificate, chain).map(|_| ClientCertVerified::assertion())
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        _: &[u8],
+        _: &CertificateDer<'_>,
+        _: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        Err(Error::PeerIncompatible(rustls::PeerIncompatible::Tls12NotOfferedOrEnabled))
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signed: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        verify_tls13_signature(message, certificate, signed, &algorithms())
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        SCHEMES.to_vec()
+    }
+}
