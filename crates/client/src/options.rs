@@ -2,14 +2,16 @@
 
 use std::time::Duration;
 
+use identity::Trust;
+
 use crate::engine::EngineLimits;
 
 /// The options of a client. The defaults suit a node on the same network.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// Tenant of the client, at most 32 bytes. The node separates RDMA resources by tenant. It does
-    /// not authenticate the tenant.
-    pub tenant: String,
+    /// The identity of the client, and the node to which it connects. By default, the client
+    /// connects only to an osd in its own process.
+    pub trust: Trust,
     /// Time limit for reaching the node when the client starts.
     pub connect_timeout: Duration,
     /// Time limit of one request, including retries and reconnections.
@@ -41,7 +43,7 @@ pub struct Options {
 impl Default for Options {
     fn default() -> Self {
         Options {
-            tenant: String::from("client"),
+            trust: Trust::default(),
             connect_timeout: Duration::from_secs(5),
             request_timeout: Duration::from_secs(60),
             requests_in_flight: 128,

@@ -7,7 +7,7 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Identity, IdentityError, KeyHash};
+use crate::{Identity, IdentityError, KeyHash, Protocol, Trust};
 
 /// Maximum size of a credential file, in bytes.
 const SIZE_MAX: u64 = 16 << 10;
@@ -78,20 +78,31 @@ impl Credentials {
         Ok(Credentials { user: content.user, node, identity })
     }
 
-    /// Writes a new credential file, which only its owner may read. When the call returns, the
-    /// content is durable; the directory is not.
-    ///
-    /// # Errors
-    /// If the file exists or cannot be written.
-    pub fn create(&self, path: &Path) -> Result<(), IdentityError> {
+    /// Returns the trust of a client that proves this identity and connects to this node.
+    #[must_use]
+    pub fn trust(&self, protocol: Protocol) -> Trust {
+        Trust::client(protocol, &self.identity, self.node)
+    }
+
+    /// Returns the content of a credential file. The caller must keep it secret.
+    #[must_use]
+    pub fn to_text(&self) -> String {
         let content = CredentialsFile {
             user: self.user.clone(),
             node_key: self.node.to_string(),
             private_key: self.identity.to_pem(),
         };
         let content = toml::to_string(&content).expect("strings can be encoded");
-        let text = format!("# Outboard credentials. This file contains a secret key.\n{content}");
-        write_secret(path, text.as_bytes())
+        format!("# Outboard credentials. This file contains a secret key.\n{content}")
+    }
+
+    /// Writes a new credential file, which only its owner may read. When the call returns, the
+    /// content is durable; the directory is not.
+    ///
+    /// # Errors
+    /// If the file exists or cannot be written.
+    pub fn create(&self, path: &Path) -> Result<(), IdentityError> {
+        write_secret(path, self.to_text().as_bytes())
     }
 }
 

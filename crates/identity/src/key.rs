@@ -95,6 +95,29 @@ impl Identity {
         Identity::of(keys).expect("a generated key can be used")
     }
 
+    /// The identity of the processes that trust only themselves. In a build for simulations, it is
+    /// the same in every process, so that a simulation can be repeated.
+    pub(crate) fn of_process() -> Identity {
+        #[cfg(feature = "sim")]
+        return Identity::from_seed([0; 32]);
+        #[cfg(not(feature = "sim"))]
+        Identity::generate()
+    }
+
+    /// Makes an Ed25519 key from a seed, for simulations.
+    ///
+    /// # Panics
+    /// If the library cannot encode the key.
+    #[cfg(feature = "sim")]
+    #[must_use]
+    pub fn from_seed(seed: [u8; 32]) -> Identity {
+        let keys = aws_lc_rs::signature::Ed25519KeyPair::from_seed_unchecked(&seed).expect("32 bytes");
+        let encoded = keys.to_pkcs8v1().expect("a key can be encoded");
+        let private = PrivatePkcs8KeyDer::from(encoded.as_ref().to_vec());
+        let keys = KeyPair::from_pkcs8_der_and_sign_algo(&private, &PKCS_ED25519).expect("a valid key");
+        Identity::of(keys).expect("a valid key can be used")
+    }
+
     /// Reads an Ed25519 or P-256 key in PKCS #8 PEM form.
     ///
     /// # Errors

@@ -18,6 +18,7 @@ mod error;
 mod handshake;
 mod key;
 mod proof;
+mod provider;
 mod trust;
 
 pub use credentials::Credentials;
@@ -25,4 +26,4 @@ pub use error::IdentityError;
 pub use handshake::{Handshake, MAX_HANDSHAKE_BYTES};
 pub use key::{Identity, KeyHash};
 pub use proof::{PROOF_LEN, ProofKey};
-pub use trust::{Member, Members, Protocol, Trust};
+pub use trust::{Member, Members, OnlyProcess, Protocol, Trust};

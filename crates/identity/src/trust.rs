@@ -3,9 +3,11 @@
 use std::fmt;
 use std::sync::{Arc, LazyLock};
 
+use rustls::client::Resumption;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
-use rustls::crypto::{CryptoProvider, WebPkiSupportedAlgorithms, aws_lc_rs, verify_tls13_signature};
+use rustls::crypto::{WebPkiSupportedAlgorithms, verify_tls13_signature};
 use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
+use rustls::server::NoServerSessionStorage;
 use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
 use rustls::sign::SingleCertAndKey;
 use rustls::{
@@ -13,6 +15,7 @@ use rustls::{
     SignatureScheme,
 };
 
+use crate::provider::provider;
 use crate::{Identity, KeyHash};
 
 /// The protocol for which two processes prove their identities. The handshake names the protocol, so
@@ -76,6 +79,25 @@ impl Trust {
         Trust(Arc::new(TrustParts { protocol, key: identity.key(), dials: None, accepts }))
     }
 
+    /// Makes every handshake a complete one. Otherwise, a handshake may continue an earlier one
+    /// between the same parties, which saves the signatures.
+    #[must_use]
+    pub fn without_resumption(&self) -> Trust {
+        let TrustParts { protocol, key, dials, accepts } = &*self.0;
+        let dials = dials.as_ref().map(|(server, config)| {
+            let mut config = ClientConfig::clone(config);
+            config.resumption = Resumption::disabled();
+            (*server, Arc::new(config))
+        });
+        let accepts = accepts.as_ref().map(|(members, config)| {
+            let mut config = ServerConfig::clone(config);
+            config.session_storage = Arc::new(NoServerSessionStorage {});
+            config.send_tls13_tickets = 0;
+            (Arc::clone(members), Arc::new(config))
+        });
+        Trust(Arc::new(TrustParts { protocol: *protocol, key: *key, dials, accepts }))
+    }
+
     /// Returns the hash of this side's key.
     #[must_use]
     pub fn key(&self) -> KeyHash {
@@ -106,12 +128,12 @@ impl Trust {
 impl Default for Trust {
     fn default() -> Trust {
         static WITHIN_PROCESS: LazyLock<Trust> = LazyLock::new(|| {
-            let identity = Identity::generate();
+            let identity = Identity::of_process();
             let (protocol, key) = (Protocol::Messenger, identity.key());
-            let members: Arc<dyn Members> = Arc::new(Only(key));
+            let members: Arc<dyn Members> = Arc::new(OnlyProcess(key));
             let dials = Some((key, client_config(protocol, &identity, key)));
             let accepts = Some((members, server_config(protocol, &identity)));
-            Trust(Arc::new(TrustParts { protocol, key, dials, accepts }))
+            Trust(Arc::new(TrustParts { protocol, key, dials, accepts })).without_resumption()
         });
         WITHIN_PROCESS.clone()
     }
@@ -120,30 +142,22 @@ impl Default for Trust {
 impl fmt::Debug for Trust {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let server = self.0.dials.as_ref().map(|(server, _)| server);
-        let fields = (self.0.protocol, self.0.key, server, self.0.accepts.is_some());
-        let (protocol, key, server, accepts) = fields;
         f.debug_struct("Trust")
-            .field("protocol", &protocol)
-            .field("key", &key)
+            .field("protocol", &self.0.protocol)
+            .field("key", &self.0.key)
             .field("server", &server)
-            .field("accepts", &accepts)
-            .finish()
+            .finish_non_exhaustive()
     }
 }
 
-/// Accepts this process only.
-struct Only(KeyHash);
+/// Accepts one key, which belongs to a process and not to a user.
+#[derive(Debug, Clone, Copy)]
+pub struct OnlyProcess(pub KeyHash);
 
-impl Members for Only {
+impl Members for OnlyProcess {
     fn find(&self, key: &KeyHash) -> Option<Member> {
         (*key == self.0).then(|| Member { tenant: "main".into(), user: "process".into() })
     }
-}
-
-fn provider() -> Arc<CryptoProvider> {
-    static PROVIDER: LazyLock<Arc<CryptoProvider>> =
-        LazyLock::new(|| Arc::new(aws_lc_rs::default_provider()));
-    Arc::clone(&PROVIDER)
 }
 
 const TLS_1_3: &[&rustls::SupportedProtocolVersion] = &[&rustls::version::TLS13];

@@ -192,3 +192,22 @@ mod arbitrary {
         }
     }
 }
+
+#[cfg(feature = "sim")]
+#[test]
+fn a_seed_repeats_every_byte_of_a_handshake() {
+    let record = |seed| {
+        let _seeded = base::entropy::seed_this_thread(seed);
+        let (user, node) = (Identity::from_seed([1; 32]), Identity::from_seed([2; 32]));
+        let members = Arc::new(Users(vec![user.key()]));
+        let client = Trust::client(Protocol::Messenger, &user, node.key()).without_resumption();
+        let server = Trust::server(Protocol::Messenger, &node, members).without_resumption();
+        let (mut client, mut server) = both(&World { client, server });
+        let mut flights = Vec::new();
+        run(&mut client, &mut server, |_, bytes| flights.push(bytes.clone())).unwrap();
+        assert!(server.peer().is_some());
+        flights
+    };
+    assert_eq!(record(7), record(7));
+    assert_ne!(record(7), record(8));
+}

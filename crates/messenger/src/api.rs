@@ -9,6 +9,7 @@ use base::block::Payload;
 use base::budget::PeerAddress;
 use base::mem::ArenaBuf;
 use bytes::Bytes;
+use identity::{IdentityError, KeyHash, Member};
 use wire::{BulkDescriptor, PathStatus};
 
 use crate::Admissions;
@@ -44,14 +45,12 @@ pub enum MessengerError {
         /// The reason that the provider or the system gave.
         reason: String,
     },
-    /// The tenant's name is too long. No peer was asked.
-    #[error("the tenant's name has {len} bytes, but the limit is {limit} bytes; choose a shorter name")]
-    TenantTooLong {
-        /// Length of the name, in bytes.
-        len: usize,
-        /// The limit, in bytes.
-        limit: usize,
-    },
+    /// The peer could not prove its identity.
+    #[error(transparent)]
+    Identity(#[from] IdentityError),
+    /// The server does not accept this side's key.
+    #[error("{0}")]
+    KeyRefused(String),
     /// The handshake failed, for example because the two sides support no common version or because
     /// all connection slots of the server are taken.
     #[error("peer refused the connection: {0}")]
@@ -121,8 +120,10 @@ pub struct PeerInfo {
     /// The peer's address on the first transport of the connection. The server divides its limited
     /// resources fairly between the addresses of its peers ([`base::budget`]).
     pub peer: PeerAddress,
-    /// The name that the client gave in [`ConnectOptions::tenant`].
-    pub tenant: String,
+    /// The key that the peer has proved.
+    pub key: KeyHash,
+    /// The user to whom the key belongs. `None` on the client's side.
+    pub member: Option<Member>,
     /// Unique number of the connection. It stays the same when the connection resumes on a new
     /// transport.
     pub connection: u128,
@@ -131,17 +132,13 @@ pub struct PeerInfo {
 /// Options for opening a connection.
 #[derive(Debug, Clone)]
 pub struct ConnectOptions {
-    /// Name of the tenant, which the client presents to the server, at most 32 bytes. libfabric's
-    /// connect request contains the name, so that the server can choose a protection domain before
-    /// it creates an endpoint.
-    pub tenant: String,
     /// Time limit for reaching the peer: for the first handshake, and again for each resumption.
     pub timeout: Duration,
 }
 
 impl Default for ConnectOptions {
     fn default() -> Self {
-        ConnectOptions { tenant: String::new(), timeout: Duration::from_secs(5) }
+        ConnectOptions { timeout: Duration::from_secs(5) }
     }
 }
 

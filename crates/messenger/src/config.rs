@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use identity::Trust;
+
 use crate::Limits;
 
 /// Credit and memory that a message uses in addition to its content, in bytes.
@@ -88,6 +90,9 @@ pub struct ConnectionConfig {
     /// Maximum number of consecutive transports that end with a damaged frame and deliver no new
     /// frame. One more such transport ends the connection.
     pub max_damaged_transports: u32,
+    /// The identity of this side, and the peers that it accepts. By default, this side connects only
+    /// within its own process.
+    pub trust: Trust,
 }
 
 impl Default for ConnectionConfig {
@@ -113,6 +118,7 @@ impl Default for ConnectionConfig {
             },
             offer_ttl: Duration::from_secs(600),
             max_damaged_transports: 4,
+            trust: Trust::default(),
         }
     }
 }

@@ -30,6 +30,7 @@ mod writer;
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use identity::ProofKey;
 use tokio::sync::Notify;
 
 pub(crate) use slot::ConnectionSlot;
@@ -38,7 +39,6 @@ pub(crate) use task::{BACKOFF, Resumption, TransportSupply, run};
 use crate::config::ConnectionConfig;
 use crate::metrics::ConnectionMetrics;
 use crate::transport::packets::Link;
-use crate::transport::{Road, Wire};
 use crate::{ConnectionEvent, Limits, MessengerError, PeerInfo};
 use connection_end::{CloseReason, ConnectionEnd};
 use inbound::Inbound;
@@ -52,7 +52,8 @@ use turns::TransferTurns;
 /// The values that both sides agreed on in the handshake.
 pub(crate) struct Negotiated {
     pub(crate) peer: PeerInfo,
-    pub(crate) secret: [u8; 16],
+    /// The key that only the two sides have.
+    pub(crate) proof_key: ProofKey,
     /// The peer's limits, which apply to what this side sends.
     pub(crate) limits: Limits,
     /// Message credit that the peer granted, in bytes.
@@ -89,7 +90,7 @@ pub(crate) enum ConnectionSide {
 /// A connection. Its handles, its users' tasks and its own task share this value.
 pub(crate) struct Shared {
     peer: PeerInfo,
-    secret: [u8; 16],
+    proof_key: ProofKey,
     limits: Limits,
     config: ConnectionConfig,
     side: ConnectionSide,
@@ -109,12 +110,12 @@ pub(crate) struct Shared {
 }
 
 impl Shared {
-    /// Creates a connection whose first transport is `wire`.
+    /// Creates a connection. `link` is its first transport, if it is not a byte stream.
     pub(crate) fn new(
         settled: Negotiated,
         config: ConnectionConfig,
         side: ConnectionSide,
-        wire: &Wire,
+        link: Option<Arc<Link>>,
     ) -> Arc<Shared> {
         let metrics = ConnectionMetrics::new();
         metrics.connections.increment(1);
@@ -126,15 +127,12 @@ impl Shared {
             inbound: Inbound::new(config.window_bytes),
             pulls: Pulls::default(),
             offers: Offers::default(),
-            link: match &wire.road {
-                Road::Packets(link) => Some(Arc::clone(link)),
-                Road::Stream(..) => None,
-            },
+            link,
         };
         Arc::new(Shared {
             side,
             peer: settled.peer,
-            secret: settled.secret,
+            proof_key: settled.proof_key,
             limits: settled.limits,
             metrics,
             state: Mutex::new(state),

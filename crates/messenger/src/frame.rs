@@ -23,9 +23,10 @@
 mod body;
 
 pub use body::{
-    Body, Close, Hello, PathOffer, PullCancel, PullData, PullRefused, PullRequest, Push, PushRefused,
+    Body, Challenge, Close, Hello, PathOffer, Proof, PullCancel, PullData, PullRefused, PullRequest, Push,
+    PushRefused,
 };
-pub use body::{Refusal, Reject, RejectCode, Resume, Welcome, Window, Wrote};
+pub use body::{Refusal, Reject, RejectCode, Resume, Resumed, Welcome, Window, Wrote};
 
 use base::block::{BLOCK_SIZE, Payload, crc32c, piece_count, verify_pieces};
 use bytes::Bytes;
@@ -47,12 +48,22 @@ pub const MAX_CONTROL: usize = 1024;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub enum FrameKind {
-    /// The first frame that a client sends.
+    /// A client's request for a new connection, inside the encrypted part of a TLS handshake.
     Hello = 1,
-    /// The server's answer that accepts a connection.
+    /// The server's answer that accepts a connection, inside the encrypted part of a TLS handshake.
     Welcome = 2,
     /// The server's answer that rejects a connection.
     Reject = 3,
+    /// Bytes of the TLS handshake with which a connection begins.
+    Handshake = 4,
+    /// A client's request to resume a connection.
+    Resume = 5,
+    /// The server's answer to a request to resume a connection: a random number.
+    Challenge = 6,
+    /// The client's proof that the connection is its own.
+    Proof = 7,
+    /// The server's proof that the connection is its own, which resumes the connection.
+    Resumed = 8,
     /// A message of the users. Sequenced.
     Message = 16,
     /// Bulk data for an offered sink. Sequenced.
@@ -78,10 +89,15 @@ pub enum FrameKind {
 
 impl FrameKind {
     /// All kinds.
-    pub const ALL: [FrameKind; 13] = [
+    pub const ALL: [FrameKind; 18] = [
         FrameKind::Hello,
         FrameKind::Welcome,
         FrameKind::Reject,
+        FrameKind::Handshake,
+        FrameKind::Resume,
+        FrameKind::Challenge,
+        FrameKind::Proof,
+        FrameKind::Resumed,
         FrameKind::Message,
         FrameKind::Push,
         FrameKind::Wrote,
@@ -382,7 +398,7 @@ mod tests {
 
         #[test]
         fn decoding_arbitrary_headers_with_correct_checksums_never_panics(
-            mut fixed: [u8; HEADER_LEN], rest in proptest::collection::vec(any::<u8>(), 0..6000), kind in 0usize..13,
+            mut fixed: [u8; HEADER_LEN], rest in proptest::collection::vec(any::<u8>(), 0..6000), kind in 0usize..18,
             header_len in 0u32..1200, payload_len in 0u32..6000,
         ) {
             fixed[..4].copy_from_slice(&MAGIC);

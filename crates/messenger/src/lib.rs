@@ -45,6 +45,7 @@ mod config;
 #[cfg(any(test, feature = "conformance"))]
 pub mod conformance;
 mod connection;
+mod dialer;
 pub mod frame;
 mod handshake;
 mod home;

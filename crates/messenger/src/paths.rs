@@ -16,7 +16,7 @@ use base::clock::Instant;
 use base::health::{HealthState, OffloadHealth};
 
 use crate::frame::PathOffer;
-use crate::transport::{ConnectClaim, Transport, Wire};
+use crate::transport::{ConnectTicket, Transport, Wire};
 
 /// Time limit for connecting over a path. After it, the connection continues without the path.
 pub(crate) const PATH_TIMEOUT: Duration = Duration::from_secs(3);
@@ -96,7 +96,7 @@ impl CommonPath {
 
     /// Waits until the path can be used and dials it. The returned transport has not performed the
     /// handshake yet.
-    pub(crate) async fn upgrade(&self, claim: impl Fn() -> ConnectClaim) -> (Wire, ConnectClaim) {
+    pub(crate) async fn upgrade(&self, ticket: impl Fn() -> ConnectTicket) -> (Wire, ConnectTicket) {
         loop {
             match self.path.health.probe_at() {
                 Some(at) => tokio::time::sleep_until(at).await,
@@ -110,12 +110,12 @@ impl CommonPath {
             }
             // The guard reports an outcome of the probe even if this connection ends first.
             let probe = Probe { path: &self.path, is_pending: probes };
-            let claim = claim();
-            let dialed = self.path.transport.dial(&self.endpoint, &claim);
+            let ticket = ticket();
+            let dialed = self.path.transport.dial(&self.endpoint, Some(&ticket));
             match tokio::time::timeout(PATH_TIMEOUT, dialed).await {
                 Ok(Ok(wire)) => {
                     probe.end(Ok(()));
-                    return (wire, claim);
+                    return (wire, ticket);
                 }
                 Ok(Err(e)) => probe.end(Err(&e.to_string())),
                 Err(_) => probe.end(Err("the connection was not established in time")),

@@ -8,14 +8,14 @@ use base::BoxFuture;
 
 use crate::config::ConnectionConfig;
 use crate::connection::{self, ConnectionSide, Shared, TransportSupply};
-use crate::handshake::Dialer;
+use crate::dialer::Dialer;
 use crate::home::Home;
 use crate::paths::Path;
-use crate::transport::Transport;
 use crate::transport::sim::{SimFaults, SimNetwork, SimStreams};
 use crate::transport::tcp::Tcp;
+use crate::transport::{Road, TicketOffice, Transport};
 use crate::{ConnectOptions, Ends, Listener, MessengerError, NetworkStack, Result};
-use listener::StreamListener;
+use listener::{ConnectionRegistry, StreamListener};
 
 /// A network stack over a base [`Transport`], with optional faster [`Path`]s.
 ///
@@ -106,7 +106,10 @@ impl<T: Transport> StreamStack<T> {
 impl<T: Transport> NetworkStack for StreamStack<T> {
     fn listen<'a>(&'a self, address: &'a str) -> BoxFuture<'a, Result<Box<dyn Listener>>> {
         Box::pin(async move {
-            let acceptor = self.transport.bind(address).await.map_err(|e| MessengerError::CannotListen {
+            let registry = ConnectionRegistry::new(&self.config);
+            let tickets = || Arc::clone(&registry) as Arc<dyn TicketOffice>;
+            let bound = self.transport.bind(address, tickets()).await;
+            let acceptor = bound.map_err(|e| MessengerError::CannotListen {
                 address: address.to_owned(),
                 reason: e.to_string(),
             })?;
@@ -115,7 +118,7 @@ impl<T: Transport> NetworkStack for StreamStack<T> {
             for path in &self.paths {
                 let (host, _) = base.rsplit_once(':').unwrap_or((&base, ""));
                 let address = path.address.clone().unwrap_or_else(|| format!("{host}:0"));
-                match path.transport.bind(&address).await {
+                match path.transport.bind(&address, tickets()).await {
                     Ok(other) => others.push((path.name.clone(), other)),
                     Err(e) if path.is_required => {
                         let reason = format!("{}: {e}", path.name);
@@ -126,7 +129,7 @@ impl<T: Transport> NetworkStack for StreamStack<T> {
                     }
                 }
             }
-            let listener = StreamListener::start(acceptor, others, self.config.clone());
+            let listener = StreamListener::start(acceptor, others, self.config.clone(), registry);
             Ok(Box::new(listener) as Box<dyn Listener>)
         })
     }
@@ -135,7 +138,7 @@ impl<T: Transport> NetworkStack for StreamStack<T> {
         Box::pin(async move {
             let transport = Arc::clone(&self.transport) as Arc<dyn Transport>;
             let config = self.config.clone();
-            let dialer = Dialer::new(transport, self.paths.clone(), endpoint, options, config.clone())?;
+            let dialer = Dialer::new(transport, self.paths.clone(), endpoint, options, config.clone());
             match &self.home {
                 None => begin(dialer, config).await,
                 Some(home) => {
@@ -151,7 +154,11 @@ impl<T: Transport> NetworkStack for StreamStack<T> {
 /// Opens a connection, which the calling thread serves.
 async fn begin(mut dialer: Dialer, config: ConnectionConfig) -> Result<Ends> {
     let (settled, wire) = dialer.dial().await?;
-    let shared = Shared::new(settled, config, ConnectionSide::Client, &wire);
+    let link = match &wire.road {
+        Road::Packets(link) => Some(Arc::clone(link)),
+        Road::Stream(..) => None,
+    };
+    let shared = Shared::new(settled, config, ConnectionSide::Client, link);
     let handles = shared.handles();
     crate::spawn(connection::run(shared, TransportSupply::Client(Box::new(dialer)), wire));
     Ok(handles)

@@ -18,6 +18,7 @@ use std::sync::Arc;
 
 use base::BoxFuture;
 use base::budget::PeerAddress;
+use identity::ProofKey;
 use tokio::io::{AsyncRead, AsyncWrite};
 
 /// The receiving half of a stream.
@@ -35,9 +36,9 @@ pub struct Wire {
     /// The peer's address. The accepting side divides its limited resources between the addresses
     /// of its peers.
     pub peer: PeerAddress,
-    /// The identity that the peer claimed in the connect request, if the transport has such a
-    /// request. The handshake must state the same identity.
-    pub claim: Option<ConnectClaim>,
+    /// The connection for which the transport was accepted, if its connect request had a ticket. The
+    /// client may only resume this connection over the transport.
+    pub ticket: Option<AcceptedTicket>,
 }
 
 /// The way in which bytes move on a [`Wire`].
@@ -53,7 +54,7 @@ impl Wire {
     /// [`PeerAddress::Local`].
     #[must_use]
     pub fn stream(reader: TransportReader, writer: TransportWriter, address: String) -> Wire {
-        Wire { road: Road::Stream(reader, writer), address, peer: PeerAddress::Local, claim: None }
+        Wire { road: Road::Stream(reader, writer), address, peer: PeerAddress::Local, ticket: None }
     }
 }
 
@@ -63,19 +64,97 @@ impl fmt::Debug for Wire {
     }
 }
 
-/// The identity that a client claims in the connect request. With this identity, a server can
-/// choose a protection domain before it creates an endpoint. The claim is not authenticated.
+/// The ticket in the connect request of a transport of packets. Before the server creates anything for
+/// the transport, the ticket proves which connection will use it. A ticket is valid once.
+///
+/// ```text
+///   0         1            9           13        29           45
+///   +---------+------------+-----------+---------+------------+
+///   | version | connection | number    | nonce   | proof      |
+///   +---------+------------+-----------+---------+------------+
+/// ```
+///
+/// Integers are little endian. `connection` stands for the connection in tickets. `number` grows with
+/// each ticket of a connection. `proof` are the first 16 bytes of an HMAC-SHA-256 over the other
+/// fields. rdma_cm has room for 48 bytes.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ConnectClaim {
-    /// The tenant, at most [`ConnectClaim::MAX_TENANT`] bytes.
-    pub tenant: String,
+pub struct ConnectTicket {
+    /// Stands for the connection in its tickets. It is not the connection's number.
+    pub connection: u64,
+    /// Number of the ticket, from 1.
+    pub number: u32,
     /// A random number that links the later handshake to this request.
     pub nonce: [u8; 16],
+    /// The proof.
+    pub proof: [u8; 16],
 }
 
-impl ConnectClaim {
-    /// Maximum length of a tenant's name, in bytes.
-    pub const MAX_TENANT: usize = 32;
+/// Version of the format of tickets.
+const TICKET_VERSION: u8 = 1;
+
+/// Label of the proof in a ticket.
+const TICKET_LABEL: &str = "outboard ticket";
+
+impl ConnectTicket {
+    /// Length of an encoded ticket, in bytes.
+    pub const LEN: usize = 45;
+
+    /// Returns the number that stands for the connection with this key in its tickets.
+    #[must_use]
+    pub fn connection_in_tickets(key: &ProofKey) -> u64 {
+        let proof = key.prove("outboard ticket, connection", &[]);
+        u64::from_le_bytes(*proof.first_chunk().expect("a proof has 32 bytes"))
+    }
+
+    /// Makes the ticket `number` of the connection with this key.
+    #[must_use]
+    pub fn new(key: &ProofKey, number: u32) -> ConnectTicket {
+        let connection = ConnectTicket::connection_in_tickets(key);
+        let ticket = ConnectTicket { connection, number, nonce: base::entropy::random(), proof: [0; 16] };
+        let proof = key.prove(TICKET_LABEL, &ticket.proven().each_ref().map(|part| &part[..]));
+        ConnectTicket { proof: *proof.first_chunk().expect("a proof has 32 bytes"), ..ticket }
+    }
+
+    /// Returns whether the ticket was made with this key.
+    #[must_use]
+    pub fn is_of(&self, key: &ProofKey) -> bool {
+        key.verify(TICKET_LABEL, &self.proven().each_ref().map(|part| &part[..]), &self.proof)
+    }
+
+    /// Encodes the ticket.
+    #[must_use]
+    pub fn encode(&self) -> [u8; ConnectTicket::LEN] {
+        let mut out = [0; ConnectTicket::LEN];
+        out[0] = TICKET_VERSION;
+        out[1..9].copy_from_slice(&self.connection.to_le_bytes());
+        out[9..13].copy_from_slice(&self.number.to_le_bytes());
+        out[13..29].copy_from_slice(&self.nonce);
+        out[29..].copy_from_slice(&self.proof);
+        out
+    }
+
+    /// Decodes the ticket in the data of a connect request. The provider may have appended zeros to
+    /// the data. Returns `None` if the data is not a ticket.
+    #[must_use]
+    pub fn decode(data: &[u8]) -> Option<ConnectTicket> {
+        let (ticket, rest) = data.split_first_chunk::<{ ConnectTicket::LEN }>()?;
+        if ticket[0] != TICKET_VERSION || rest.iter().any(|byte| *byte != 0) {
+            return None;
+        }
+        Some(ConnectTicket {
+            connection: u64::from_le_bytes(ticket[1..9].try_into().ok()?),
+            number: u32::from_le_bytes(ticket[9..13].try_into().ok()?),
+            nonce: ticket[13..29].try_into().ok()?,
+            proof: ticket[29..].try_into().ok()?,
+        })
+    }
+
+    fn proven(&self) -> [[u8; 16]; 2] {
+        let mut numbers = [0; 16];
+        numbers[..8].copy_from_slice(&self.connection.to_le_bytes());
+        numbers[8..12].copy_from_slice(&self.number.to_le_bytes());
+        [numbers, self.nonce]
+    }
 
     /// The packet token of the dialling side, and the number of the transport.
     fn packet_numbers(&self) -> (u64, u64) {
@@ -85,13 +164,40 @@ impl ConnectClaim {
     }
 }
 
+/// The connection for which a transport was accepted.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct AcceptedTicket {
+    /// Number of the connection.
+    pub connection: u128,
+    /// Name of the connection's tenant.
+    pub tenant: String,
+    /// The nonce of the ticket.
+    pub nonce: [u8; 16],
+}
+
+/// Checks the tickets of connect requests. Any thread may call it.
+pub trait TicketOffice: Send + Sync {
+    /// Accepts a ticket, which is invalid from then on. `None` if the ticket is not valid.
+    fn redeem(&self, ticket: &ConnectTicket) -> Option<AcceptedTicket>;
+}
+
 /// Creates [`Wire`]s: dials peers and accepts them.
 pub trait Transport: Send + Sync + 'static {
-    /// Starts to listen at `address`.
-    fn bind<'a>(&'a self, address: &'a str) -> BoxFuture<'a, io::Result<Box<dyn Acceptor>>>;
+    /// Starts to listen at `address`. A transport of packets accepts only peers whose tickets
+    /// `tickets` accepts. Streams have no tickets.
+    fn bind<'a>(
+        &'a self,
+        address: &'a str,
+        tickets: Arc<dyn TicketOffice>,
+    ) -> BoxFuture<'a, io::Result<Box<dyn Acceptor>>>;
 
-    /// Connects to an endpoint in the form that [`Acceptor::endpoint`] returns.
-    fn dial<'a>(&'a self, endpoint: &'a str, claim: &'a ConnectClaim) -> BoxFuture<'a, io::Result<Wire>>;
+    /// Connects to an endpoint in the form that [`Acceptor::endpoint`] returns. A transport of
+    /// packets needs a ticket.
+    fn dial<'a>(
+        &'a self,
+        endpoint: &'a str,
+        ticket: Option<&'a ConnectTicket>,
+    ) -> BoxFuture<'a, io::Result<Wire>>;
 }
 
 /// Accepts transports from clients.
@@ -103,4 +209,29 @@ pub trait Acceptor: Send {
     /// transports that end before they are accepted. An error therefore concerns the acceptor or
     /// the process, for example a lack of file descriptors.
     fn accept(&mut self) -> BoxFuture<'_, io::Result<Wire>>;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_ticket_is_decoded_despite_zero_padding_and_is_valid_for_its_key_only() {
+        let key = ProofKey::new(&[1; 32]);
+        let ticket = ConnectTicket::new(&key, 7);
+        let mut bytes = ticket.encode().to_vec();
+        assert!(bytes.len() <= 48, "a connect request of rdma_cm has room for 48 bytes");
+        assert!(ConnectTicket::decode(&bytes).unwrap().is_of(&key));
+        assert!(!ticket.is_of(&ProofKey::new(&[2; 32])));
+        for at in 0..bytes.len() {
+            bytes[at] ^= 1;
+            assert!(ConnectTicket::decode(&bytes).is_none_or(|changed| !changed.is_of(&key)), "byte {at}");
+            bytes[at] ^= 1;
+        }
+        bytes.extend_from_slice(&[0; 30]);
+        assert_eq!(ConnectTicket::decode(&bytes), Some(ticket));
+        bytes.push(1);
+        assert_eq!(ConnectTicket::decode(&bytes), None);
+        assert_eq!(ConnectTicket::decode(&bytes[..44]), None);
+    }
 }

@@ -1,9 +1,10 @@
-//! A node's directory: its configuration, identity, targets, run-time files and logs, and the lock
+//! A node's directory: its configuration, roster, targets, run-time files and logs, and the lock
 //! that gives one supervisor exclusive ownership.
 //!
 //! ```text
 //! DIR/outboard.toml        configuration, which the first `up` writes last
-//! DIR/node.json            identity of the node: its UUID and the UUIDs of its targets
+//! DIR/node.json            roster of the node: its UUID and the UUIDs of its targets
+//! DIR/keys/, DIR/credentials.toml   the node's keys, see `node_keys`
 //! DIR/making.json          files that the first `up` creates; removed when the node is complete
 //! DIR/targets/N.img        targets, unless the configuration names others
 //! DIR/witness              last state of the placement groups, unless `osd.witness` names another file
@@ -167,8 +168,8 @@ impl NodeDir {
         self.root.join("run/state.json")
     }
 
-    /// Returns the path of the node's [identity](super::identity).
-    pub fn identity(&self) -> PathBuf {
+    /// Returns the path of the node's [roster](super::roster).
+    pub fn roster(&self) -> PathBuf {
         self.root.join("node.json")
     }
 

@@ -4,9 +4,9 @@
 //! the file has been synced. All changes of a node's directory that must survive a power cut
 //! therefore go through this module. Logs, sockets and locks need no durability.
 
-use std::fs::{DirBuilder, File};
+use std::fs::{DirBuilder, File, OpenOptions};
 use std::io::{self, Write};
-use std::os::unix::fs::DirBuilderExt;
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::Path;
 
 use super::dir::{DirError, io_error};
@@ -16,10 +16,24 @@ use super::dir::{DirError, io_error};
 /// # Errors
 /// If the operating system reports an error.
 pub fn replace_file(path: &Path, content: impl AsRef<[u8]>) -> Result<(), DirError> {
+    replace_with_mode(path, content.as_ref(), 0o666)
+}
+
+/// Like [`replace_file`], for a file that only its owner may read.
+///
+/// # Errors
+/// If the operating system reports an error.
+pub fn create_secret(path: &Path, content: impl AsRef<[u8]>) -> Result<(), DirError> {
+    replace_with_mode(path, content.as_ref(), 0o600)
+}
+
+/// Replaces a file. `mode` is its mode, from which the process's umask removes permissions.
+fn replace_with_mode(path: &Path, content: &[u8], mode: u32) -> Result<(), DirError> {
     let new = path.with_extension("new");
     let write = || {
-        let mut file = File::create(&new)?;
-        file.write_all(content.as_ref())?;
+        let mut options = OpenOptions::new();
+        let mut file = options.write(true).create(true).truncate(true).mode(mode).open(&new)?;
+        file.write_all(content)?;
         file.sync_all()
     };
     if let Err(e) = write() {

@@ -17,8 +17,8 @@ use uuid::Uuid;
 use super::announce::{Announcement, MAX_ANNOUNCEMENT, Ready};
 use super::config::SuperviseSection;
 use super::dir::NodeDir;
-use super::identity::{ExpectedNode, Identity, KnownTarget};
 use super::logging;
+use super::roster::{ExpectedNode, KnownTarget, Roster};
 use super::state::Role;
 use super::units::ByteSize;
 use super::watchdog::{self, Watchdog, awake_for};
@@ -43,7 +43,7 @@ pub struct RoleSpec {
     pub listen: Option<String>,
     /// Address for the role's metrics.
     pub metrics: String,
-    /// Known paths and UUIDs of the role's targets, if the node's identity does not name them. With
+    /// Known paths and UUIDs of the role's targets, if the node's roster does not name them. With
     /// them, a role that cannot mount one target can serve the other targets.
     pub known_targets: Vec<KnownTarget>,
     /// The node's directory, which is also the working directory.
@@ -197,20 +197,20 @@ impl Keeper {
         command.spawn()
     }
 
-    /// Returns the targets for the command line of a role that owns targets. The node's identity is
+    /// Returns the targets for the command line of a role that owns targets. The node's roster is
     /// read at each start, because `target replace` may have changed it.
     fn known_targets(&self) -> Vec<KnownTarget> {
-        match (self.spec.role, Identity::load(&self.spec.dir)) {
+        match (self.spec.role, Roster::load(&self.spec.dir)) {
             (Role::Supervisor | Role::Osd, _) => Vec::new(),
-            (Role::Store | Role::Node, Ok(Some(identity))) => identity.targets().to_vec(),
+            (Role::Store | Role::Node, Ok(Some(roster))) => roster.targets().to_vec(),
             (Role::Store | Role::Node, Ok(None) | Err(_)) => self.spec.known_targets.clone(),
         }
     }
 
-    /// Returns what the role must know of the node's identity, for its command line.
+    /// Returns what the role must know of the node's roster, for its command line.
     fn expected_node(&self) -> ExpectedNode {
-        match (self.spec.role, Identity::load(&self.spec.dir)) {
-            (Role::Osd | Role::Node, Ok(Some(identity))) => identity.expected(),
+        match (self.spec.role, Roster::load(&self.spec.dir)) {
+            (Role::Osd | Role::Node, Ok(Some(roster))) => roster.expected(),
             _ => ExpectedNode::default(),
         }
     }
@@ -293,7 +293,7 @@ impl Keeper {
             tracing::warn!(targets = ?given, "the osd has started without the latest `target forget`; repeat the command if groups still wait");
         }
         if !given.is_empty()
-            && let Err(e) = Identity::osd_knows(&self.spec.dir, &given)
+            && let Err(e) = Roster::osd_knows(&self.spec.dir, &given)
         {
             tracing::error!("cannot record that the osd knows the forgotten targets: {e}");
         }

@@ -5,22 +5,23 @@
 //!
 //! 1. `up` creates the directory and its subdirectories ([`NodeDir::create`]).
 //! 2. `up` writes its plan to the record `making.json`.
-//! 3. `up` creates the target files, each under a temporary name and then under its own name.
-//! 4. `up` writes the [identity](super::identity).
-//! 5. `up` writes the configuration, unless the operator has written it.
-//! 6. `up` starts the roles that serve no clients, and then removes the record.
-//! 7. `up` starts the role that serves clients.
+//! 3. `up` creates the node's keys ([`node_keys`](super::node_keys)).
+//! 4. `up` creates the target files, each under a temporary name and then under its own name.
+//! 5. `up` writes the [roster](super::roster).
+//! 6. `up` writes the configuration, unless the operator has written it.
+//! 7. `up` starts the roles that serve no clients, and then removes the record.
+//! 8. `up` starts the role that serves clients.
 //!
 //! An `up` that finds the record therefore knows that no client has ever stored anything in this
-//! node. This `up` removes the target files that the record names, the configuration if it is
-//! unchanged, the identity, and the record of the processes. It removes the record last, and then
+//! node. This `up` removes the keys and the target files that the record names, the configuration if it is
+//! unchanged, the roster, and the record of the processes. It removes the record last, and then
 //! creates the node anew. After an interruption, the next `up` finds one of these states:
 //!
 //! | interrupted | state | the next `up` |
 //! |---|---|---|
 //! | before step 2 is complete | directories, or only the operator's configuration | begins with step 1 |
-//! | from step 2 to step 6 | the record exists | removes the files, then begins with step 1 |
-//! | after the record was removed | identity, configuration and all targets exist | starts the node |
+//! | from step 2 to step 7 | the record exists | removes the files, then begins with step 1 |
+//! | after the record was removed | roster, configuration and all targets exist | starts the node |
 //!
 //! If the operator has written or changed the configuration, the record remains after the files
 //! have been removed, and names no files. It shows the next `up` that the node has never run.
@@ -36,8 +37,9 @@ use super::config::Config;
 use super::config_file;
 use super::dir::{DirError, NodeDir};
 use super::durable::{remove_file, replace_file};
-use super::identity::{self, Identity, IdentityError, KnownTarget};
+use super::node_keys::{NodeKeys, NodeKeysError};
 use super::plan::{self, PlanError};
+use super::roster::{self, KnownTarget, Roster, RosterError};
 use super::targets::{self, TargetError};
 
 /// The record of the files that a first `up` creates.
@@ -48,6 +50,9 @@ pub struct Making {
     /// The target files that the first `up` creates. Target files that existed before are not
     /// listed.
     files: Vec<NewTargetFile>,
+    /// Whether the first `up` creates the node's keys.
+    #[serde(default)]
+    keys: bool,
 }
 
 /// A target file that the first `up` creates.
@@ -71,10 +76,13 @@ pub enum MakingError {
     Space(#[from] PlanError),
     /// The node has been created before, and its targets do not match.
     #[error(transparent)]
-    Identity(#[from] IdentityError),
+    Roster(#[from] RosterError),
     /// The node's directory cannot be written.
     #[error(transparent)]
     Dir(#[from] DirError),
+    /// The node's keys cannot be created.
+    #[error(transparent)]
+    Keys(#[from] NodeKeysError),
     /// The record cannot be read, or is invalid.
     #[error(
         "the record {} of an interrupted `outboard up` cannot be read: {why}; if the node has never run, remove its directory",
@@ -89,7 +97,7 @@ pub enum MakingError {
 }
 
 impl Making {
-    /// Creates the targets, the identity, and the configuration file with the text `text`. `text` is
+    /// Creates the targets, the roster, and the configuration file with the text `text`. `text` is
     /// `None` if the operator has written the file. If records show that the node has run and only
     /// its configuration is lost, creates no targets.
     ///
@@ -97,11 +105,11 @@ impl Making {
     /// If a part cannot be created. Call [`undo`] to remove the parts that were created.
     pub fn make(dir: &NodeDir, config: &Config, text: Option<&str>, format: bool) -> Result<(), MakingError> {
         let is_new = |path: &&PathBuf| !dir.path().join(path).exists();
-        if identity::is_recorded(dir) {
+        if roster::is_recorded(dir) {
             if let Some(path) = config.targets.iter().find(is_new) {
-                return Err(IdentityError::Missing { path: dir.path().join(path) }.into());
+                return Err(RosterError::Missing { path: dir.path().join(path) }.into());
             }
-            identity::settle(dir, &config.targets)?;
+            roster::settle(dir, &config.targets)?;
             return Ok(text.map_or(Ok(()), |text| replace_file(&dir.config(), text))?);
         }
         // Check everything before the first change.
@@ -117,8 +125,10 @@ impl Making {
         let making = Making {
             config: text.map(str::to_owned),
             files: config.targets.iter().filter(is_new).map(new_file).collect(),
+            keys: !NodeKeys::exist(dir.path()),
         };
         making.save(dir)?;
+        NodeKeys::settle(dir.path())?;
         let mut known = Vec::new();
         for (n, target) in config.targets.iter().enumerate() {
             let label = format!("creating target {} of {}", n + 1, config.targets.len());
@@ -129,7 +139,7 @@ impl Making {
             }
             known.push(KnownTarget::new(target.clone(), uuid_at(path)?));
         }
-        Identity::new(known).save(dir)?;
+        Roster::new(known).save(dir)?;
         if let Some(text) = text {
             replace_file(&dir.config(), text)?;
         }
@@ -181,7 +191,7 @@ impl Making {
 /// # Errors
 /// If the record or the configuration cannot be read.
 pub fn has_never_run(dir: &NodeDir, config: &Config) -> Result<bool, MakingError> {
-    if identity::is_recorded(dir) {
+    if roster::is_recorded(dir) {
         return Ok(false);
     }
     if Making::load(dir)?.is_some() {
@@ -224,9 +234,12 @@ pub fn undo(dir: &NodeDir) -> Result<bool, MakingError> {
     if has_own_config {
         remove_file(&dir.config())?;
     }
-    remove_file(&dir.identity())?;
+    remove_file(&dir.roster())?;
     remove_file(&dir.state())?;
-    let nothing = Making { config: None, files: Vec::new() };
+    if making.keys {
+        NodeKeys::remove(dir.path())?;
+    }
+    let nothing = Making { config: None, files: Vec::new(), keys: false };
     if dir.config().exists() {
         // Keep the record, because it shows that the node has never run.
         nothing.save(dir)?;
@@ -317,7 +330,7 @@ mod tests {
         let root = tempfile::tempdir().unwrap();
         let dir = NodeDir::create(root.path()).unwrap();
         Making::make(&dir, &config(TEXT), Some(TEXT), false).unwrap();
-        std::fs::remove_file(dir.identity()).unwrap();
+        std::fs::remove_file(dir.roster()).unwrap();
         std::fs::rename(dir.making(), dir.old_making()).unwrap();
         assert!(NodeDir::is_begun(root.path()));
         assert!(undo(&dir).unwrap());
@@ -345,14 +358,14 @@ mod tests {
         // The first `up` was interrupted. Afterwards the record still shows that nothing has run.
         Making::make(&dir, &config, None, false).unwrap();
         std::fs::write(dir.log("store"), "").unwrap();
-        assert!(undo(&dir).unwrap() && !dir.identity().exists());
+        assert!(undo(&dir).unwrap() && !dir.roster().exists());
         assert!(!undo(&dir).unwrap(), "a second undo finds nothing");
         assert!(has_never_run(&dir, &config).unwrap());
         Making::make(&dir, &config, None, false).unwrap();
         finish(&dir).unwrap();
         assert!(!has_never_run(&dir, &config).unwrap());
-        // Without the identity, the existing target shows that the node was created.
-        std::fs::remove_file(dir.identity()).unwrap();
+        // Without the roster, the existing target shows that the node was created.
+        std::fs::remove_file(dir.roster()).unwrap();
         std::fs::remove_file(dir.log("store")).unwrap();
         std::fs::remove_file(dir.path().join("targets/1.img")).unwrap();
         assert!(!has_never_run(&dir, &config).unwrap());

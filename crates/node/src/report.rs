@@ -11,7 +11,7 @@ use uuid::Uuid;
 use wire::{CodingOffload, OffloadState, Placement, Redundancy, Space};
 
 use super::descriptors::FdUsage;
-use super::identity::{Identity, IdentityError};
+use super::roster::{Roster, RosterError};
 use super::state::{NodeState, Process, ProcessState, Role};
 use super::units::ByteSize;
 
@@ -332,14 +332,14 @@ impl NodeReport {
         NodeReport { endpoint: Some(endpoint.to_owned()), ..NodeReport::default() }
     }
 
-    /// Adds the node's identity, and the problem if it is damaged or missing. `has_run` is whether
+    /// Adds the node's roster, and the problem if it is damaged or missing. `has_run` is whether
     /// the node has been started.
-    pub fn add_identity(&mut self, identity: Result<Option<Identity>, IdentityError>, has_run: bool) {
-        match identity {
+    pub fn add_roster(&mut self, roster: Result<Option<Roster>, RosterError>, has_run: bool) {
+        match roster {
             // The supervisor's record was deleted while the node was stopped.
-            Ok(Some(identity)) if self.placement.is_none() && !self.up => {
+            Ok(Some(roster)) if self.placement.is_none() && !self.up => {
                 self.problems = vec![DOWN.to_owned()];
-                self.targets = identity
+                self.targets = roster
                     .targets()
                     .iter()
                     .map(|t| TargetReport::of(t.path().to_owned(), t.uuid()))
@@ -347,7 +347,7 @@ impl NodeReport {
             }
             Ok(Some(_)) => {}
             Ok(None) if has_run => self.problems.push(
-                "the node's identity node.json is missing; restart the node while all targets are present, \
+                "the node's roster node.json is missing; restart the node while all targets are present, \
                  or restore the file from a backup"
                     .to_owned(),
             ),

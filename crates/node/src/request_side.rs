@@ -13,6 +13,7 @@ use base::mem::Arena;
 use base::pool::BufferPool;
 use channel::ofi::{OfiEngine, OfiOptions};
 use channel::{DmaEngine, MemoryLayout, Profile, SeatClaim, ShmEngine, ShmOptions};
+use identity::Trust;
 use messenger::{NetworkStack, UseAs};
 use osd::{FirstShard, FurtherShard, OffloadSource, OsdConfig, ShardResources, StripesAt, UsageSource};
 use proxy::{Attachment, AttachmentOptions, StoreEndpoint};
@@ -28,7 +29,7 @@ use super::coding;
 use super::config::{self, Config};
 use super::debug::{ChannelTuning, Controls};
 use crate::failure::{Doing, Failure, Result};
-use crate::identity::ExpectedNode;
+use crate::roster::ExpectedNode;
 use crate::witness_file::WitnessFile;
 
 /// Maximum size of a staging buffer, in bytes: two segments of 2 MiB.
@@ -71,6 +72,8 @@ pub struct ShardCommon {
     pub run: u128,
     /// Number of shards.
     pub shards: u16,
+    /// The identity of the node, and its users.
+    pub trust: Trust,
 }
 
 impl ShardCommon {
@@ -291,6 +294,7 @@ async fn open(common: &ShardCommon, number: u16) -> Result<OpenShard> {
     options.faults = common.controls.faults().clone();
     options.connection.max_connections = config.osd.sessions;
     options.connection.max_handshakes = config.osd.handshakes;
+    options.connection.trust = common.trust.clone();
     if common.shards > 1 {
         // Each shard has a listener, and all of them use the descriptors of the process.
         options.connection.max_descriptors = Some(spare_descriptors() / usize::from(common.shards));

@@ -15,6 +15,10 @@ pub struct NodeArgs {
     /// Address of the node; takes precedence over --dir
     #[arg(long, global = true, env = "OUTBOARD_ENDPOINT", value_name = "HOST:PORT")]
     pub endpoint: Option<String>,
+    /// Credential file of the user who runs the command [default: credentials.toml in the node's
+    /// directory]
+    #[arg(long, global = true, env = "OUTBOARD_CREDENTIALS", value_name = "FILE")]
+    pub credentials: Option<PathBuf>,
     /// Network to use: auto (RDMA if both sides support it), tcp, or ofi:PROVIDER, e.g. ofi:verbs
     #[arg(long, global = true, env = "OUTBOARD_NETWORK", value_name = "STACK", default_value = "auto")]
     pub network: messenger::StackChoice,

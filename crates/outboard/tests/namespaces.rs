@@ -66,7 +66,7 @@ ip netns exec dpu "$outboard" osd --store-socket tcp:10.77.1.1:7401 --listen 10.
 osd=$!
 ready osd.ready $osd
 measured=0
-ip netns exec client "$outboard" --endpoint 10.77.2.1:7400 "$@" || measured=$?
+ip netns exec client "$outboard" --dir . --endpoint 10.77.2.1:7400 "$@" || measured=$?
 kill $osd && wait $osd
 kill $store && wait $store
 exit $measured

@@ -1,6 +1,7 @@
 //! Tests of the object commands as scripts use them: their output and exit codes. The tests run on
 //! a real node in both placements, and on the reference engine.
 
+use identity::{Credentials, Identity};
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::ffi::OsStrExt;
@@ -162,12 +163,21 @@ fn assert_errors_say_what_to_do(node: &Node) {
     assert!(node.fails(2, &["bench", "sideways"]).contains("sideways"));
     assert!(node.fails(1, &["pool", "create", "p"]).contains("exists"));
     assert!(node.fails(2, &["pool", "create", "a/b"]).contains("letters"));
-    let nobody = Command::new(env!("CARGO_BIN_EXE_outboard"))
-        .args(["--endpoint", "127.0.0.1:1", "ls", "p"])
-        .output()
-        .unwrap();
-    assert_eq!(nobody.status.code(), Some(1));
-    assert!(String::from_utf8_lossy(&nobody.stderr).contains("127.0.0.1:1"));
+    let dir = tempfile::tempdir().unwrap();
+    let credentials = dir.path().join("user.toml");
+    let (node, identity) = (Identity::generate().key(), Identity::generate());
+    Credentials { user: "main/user".into(), node, identity }.create(&credentials).unwrap();
+    // Nothing listens at this address.
+    let unreachable = |args: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_outboard"));
+        command.args(["--endpoint", "127.0.0.1:1", "ls", "p"]).args(args).current_dir(dir.path());
+        command.env_remove("OUTBOARD_DIR").env_remove("OUTBOARD_CREDENTIALS");
+        let output = command.output().unwrap();
+        assert_eq!(output.status.code(), Some(1));
+        String::from_utf8_lossy(&output.stderr).into_owned()
+    };
+    assert!(unreachable(&["--credentials", credentials.to_str().unwrap()]).contains("127.0.0.1:1"));
+    assert!(unreachable(&[]).contains("--credentials"));
 }
 
 #[test]

@@ -16,6 +16,7 @@ use std::time::{Duration, Instant};
 use base::health::{HealthReport, HealthState};
 use client::{Client, Options, Pool};
 use common::Node;
+use identity::{Credentials, Protocol};
 use messenger::transport::ofi::{Ofi, OfiConfig};
 use messenger::transport::tcp::Tcp;
 use messenger::{ConnectionConfig, Path, StreamStack};
@@ -94,12 +95,15 @@ struct Load {
 }
 
 impl Load {
-    fn start(endpoint: &str) -> Load {
+    fn start(node: &PathNode, endpoint: &str) -> Load {
         let (provider, _) = fabric();
         let ofi = Ofi::new(OfiConfig::new(&provider))
             .unwrap_or_else(|e| panic!("libfabric cannot be used: {e}; run \"scripts/setup test\""));
         let path = Path::new(&format!("ofi:{provider}"), Arc::new(ofi), COOL_DOWN);
-        let stack = StreamStack::over(Tcp::default(), ConnectionConfig::default()).with_path(path);
+        let credentials = Credentials::load(node.0.path("node/credentials.toml").as_ref()).unwrap();
+        let trust = credentials.trust(Protocol::Messenger);
+        let config = ConnectionConfig { trust, ..ConnectionConfig::default() };
+        let stack = StreamStack::over(Tcp::default(), config).with_path(path);
         let stack = Arc::new(stack.on_own_thread().unwrap());
         let (ends, acknowledged) = (Arc::<AtomicBool>::default(), Arc::<AtomicU64>::default());
         let work = {
@@ -200,7 +204,7 @@ fn noise(seed: u64, len: usize) -> Vec<u8> {
 fn a_client_leaves_a_faulty_path_and_returns_without_losing_a_change() {
     let node = PathNode::up("dpu");
     let endpoint = node.json(&["status", "--json"])["endpoint"].as_str().unwrap().to_owned();
-    let load = Load::start(&endpoint);
+    let load = Load::start(&node, &endpoint);
     load.eventually("the client does not begin to use the path", || node.clients_by_path() == Some(1));
     load.goes_on();
     for fault in ["messenger.path=fail", "messenger.path=stall,late=3600000ms", "messenger.path=drop"] {
@@ -236,7 +240,7 @@ fn in_host_placement_faults_also_hit_paths() {
     assert_eq!(node.clients_by_path(), Some(0));
     node.run(&["debug", "fault", "messenger.path=fail,count=1"]);
     let endpoint = node.json(&["status", "--json"])["endpoint"].as_str().unwrap().to_owned();
-    let load = Load::start(&endpoint);
+    let load = Load::start(&node, &endpoint);
     load.eventually("the fault does not fire", || node.fired() == 1);
     load.eventually("the client does not use the path", || node.clients_by_path() == Some(1));
     load.goes_on();

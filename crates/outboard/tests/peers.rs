@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use client::{Client, Error, Options};
 use futures::StreamExt;
 use futures::future::{join, join_all};
+use identity::{Credentials, Protocol, Trust};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde_json::Value;
 
@@ -93,21 +94,35 @@ fn raise_limit() -> u64 {
     limit.maximum.unwrap_or(1 << 20)
 }
 
-fn options(source: IpAddr) -> Options {
-    let stack = messenger::StackChoice::TCP;
-    Options { source: Some(source), connect_timeout: PATIENCE, stack, ..Options::default() }
+/// The address of a node, and the identity with which clients connect to it.
+struct NodeAt {
+    endpoint: String,
+    trust: Trust,
 }
 
-async fn connect(endpoint: &str, source: IpAddr) -> Client {
-    Client::connect(endpoint, options(source)).await.unwrap()
+impl NodeAt {
+    fn of(node: &Node, status: &Value) -> NodeAt {
+        let endpoint = status["endpoint"].as_str().unwrap().to_owned();
+        let credentials = Credentials::load(&node.dir.path().join("credentials.toml")).unwrap();
+        NodeAt { endpoint, trust: credentials.trust(Protocol::Messenger) }
+    }
+
+    fn options(&self, source: IpAddr) -> Options {
+        let (stack, trust) = (messenger::StackChoice::TCP, self.trust.clone());
+        Options { trust, source: Some(source), connect_timeout: PATIENCE, stack, ..Options::default() }
+    }
+}
+
+async fn connect(node: &NodeAt, source: IpAddr) -> Client {
+    Client::connect(&node.endpoint, node.options(source)).await.unwrap()
 }
 
 /// Connects a new client at `source` and reads an object. Returns the time until the answer, and
 /// the client.
-async fn served(endpoint: &str, source: IpAddr) -> (Duration, Client) {
+async fn served(node: &NodeAt, source: IpAddr) -> (Duration, Client) {
     let began = Instant::now();
     let serve = async {
-        let client = connect(endpoint, source).await;
+        let client = connect(node, source).await;
         let object = client.pool("p").unwrap().object("greeting").unwrap();
         assert_eq!(object.get().await.unwrap(), "hello");
         client
@@ -118,8 +133,8 @@ async fn served(endpoint: &str, source: IpAddr) -> (Duration, Client) {
 }
 
 /// Connects a client at the address [`OTHER`], appends to the object `log`, and ends the session.
-async fn visit(endpoint: &str) {
-    let (_, client) = served(endpoint, OTHER).await;
+async fn visit(node: &NodeAt) {
+    let (_, client) = served(node, OTHER).await;
     client.pool("p").unwrap().object("log").unwrap().append("visit ").await.unwrap();
     client.close().await;
 }
@@ -135,23 +150,23 @@ async fn one_address_cannot_lock_out_other_addresses_with_connections_or_idle_se
     assert!(files >= 6000, "this test needs a hard limit of 6000 open files (ulimit -Hn), not {files}");
     let node = Node::up("dpu", files);
     let status = node.status();
-    let endpoint = status["endpoint"].as_str().unwrap();
+    let at = &NodeAt::of(&node, &status);
     assert_eq!(status["osd"]["connections"]["max_connections"], SESSIONS as u64);
 
-    let first = connect(endpoint, CROWD).await;
+    let first = connect(at, CROWD).await;
     let pool = first.pool("p").unwrap();
     pool.object("greeting").unwrap().put("hello").await.unwrap();
     let log = pool.object("log").unwrap();
     log.append("one,").await.unwrap();
-    let rest = futures::stream::iter(1..SESSIONS).map(|_| connect(endpoint, CROWD));
+    let rest = futures::stream::iter(1..SESSIONS).map(|_| connect(at, CROWD));
     let crowd: Vec<Client> = rest.buffered(32).collect().await;
-    let silent: Vec<TcpStream> = (0..SILENT).map(|_| TcpStream::connect(endpoint).unwrap()).collect();
+    let silent: Vec<TcpStream> = (0..SILENT).map(|_| TcpStream::connect(&*at.endpoint).unwrap()).collect();
 
     // These clients stay connected. Each needs a connection slot that a client of the flooding
     // address holds.
     let (mut waits, mut others) = (Vec::new(), Vec::new());
     for _ in 0..8 {
-        let (wait, client) = served(endpoint, OTHER).await;
+        let (wait, client) = served(at, OTHER).await;
         waits.push(wait);
         others.push(client);
     }
@@ -169,7 +184,7 @@ async fn one_address_cannot_lock_out_other_addresses_with_connections_or_idle_se
     for client in &crowd[..8] {
         client.pool("p").unwrap().object("log").unwrap().append("x").await.unwrap();
     }
-    let (_, after) = served(endpoint, OTHER).await;
+    let (_, after) = served(at, OTHER).await;
     assert_eq!(after.pool("p").unwrap().object("log").unwrap().get().await.unwrap(), "one,two,xxxxxxxx");
     drop((crowd, others, silent));
 }
@@ -179,15 +194,15 @@ async fn appends_in_flight_take_effect_once_when_their_connection_is_reclaimed()
     raise_limit();
     let node = Node::up_with("host", 1024, &[("OUTBOARD_OSD_SESSIONS", "4")]);
     let status = node.status();
-    let endpoint = status["endpoint"].as_str().unwrap();
+    let at = &NodeAt::of(&node, &status);
     assert_eq!(status["osd"]["connections"]["max_connections"], 4);
-    let first = connect(endpoint, OTHER).await;
+    let first = connect(at, OTHER).await;
     first.pool("p").unwrap().object("greeting").unwrap().put("hello").await.unwrap();
     first.close().await;
 
     // Every session of the flooding address is busy, so each session whose connection is reclaimed
     // has requests in flight.
-    let crowd = join_all((0..4).map(|_| connect(endpoint, CROWD))).await;
+    let crowd = join_all((0..4).map(|_| connect(at, CROWD))).await;
     let is_over = Cell::new(false);
     // The placement group knows a session from its first change on. It refuses the retries of a session
     // that has lost its slot before.
@@ -209,7 +224,7 @@ async fn appends_in_flight_take_effect_once_when_their_connection_is_reclaimed()
         for _ in 0..20 {
             // These clients change an object, so the node has results to discard when their
             // sessions end.
-            join(visit(endpoint), visit(endpoint)).await;
+            join(visit(at), visit(at)).await;
             // Wait until the clients of the flooding address have reconnected.
             tokio::time::sleep(Duration::from_millis(100)).await;
         }
@@ -219,7 +234,7 @@ async fn appends_in_flight_take_effect_once_when_their_connection_is_reclaimed()
 
     let status = node.status();
     assert!(count(&status, "reclaimed", "connections") >= 20, "{:#}", status["osd"]["connections"]);
-    let (_, after) = served(endpoint, OTHER).await;
+    let (_, after) = served(at, OTHER).await;
     let log = after.pool("p").unwrap().object("log").unwrap().get().await.unwrap();
     let log = String::from_utf8(log.to_vec()).unwrap();
     for (writer, appended) in appended.into_iter().enumerate() {
@@ -235,15 +250,16 @@ async fn a_node_with_few_file_descriptors_serves_every_address() {
     raise_limit();
     let node = Node::up("host", 320);
     let status = node.status();
-    let endpoint = status["endpoint"].as_str().unwrap();
+    let at = &NodeAt::of(&node, &status);
     let max_connections = status["osd"]["connections"]["max_connections"].as_u64().unwrap() as usize;
     assert!(max_connections < 320, "descriptors are reserved for the store: {max_connections}");
-    connect(endpoint, OTHER).await.pool("p").unwrap().object("greeting").unwrap().put("hello").await.unwrap();
+    connect(at, OTHER).await.pool("p").unwrap().object("greeting").unwrap().put("hello").await.unwrap();
 
     let mut crowd = Vec::new();
     for _ in 0..2 * max_connections {
         let patience = Duration::from_secs(2);
-        match Client::connect(endpoint, Options { connect_timeout: patience, ..options(CROWD) }).await {
+        match Client::connect(&at.endpoint, Options { connect_timeout: patience, ..at.options(CROWD) }).await
+        {
             Ok(client) => crowd.push(client),
             Err(Error::Network(_)) => break,
             Err(e) => panic!("{e}"),
@@ -254,8 +270,8 @@ async fn a_node_with_few_file_descriptors_serves_every_address() {
         "one address may use the connection slots that no other address needs: {}",
         crowd.len()
     );
-    let silent: Vec<TcpStream> = (0..SILENT).map(|_| TcpStream::connect(endpoint).unwrap()).collect();
-    served(endpoint, OTHER).await;
+    let silent: Vec<TcpStream> = (0..SILENT).map(|_| TcpStream::connect(&*at.endpoint).unwrap()).collect();
+    served(at, OTHER).await;
     // The store still has enough descriptors to create a pool and to report its state.
     node.ok(&["pool", "create", "q"]);
     let status = node.status();

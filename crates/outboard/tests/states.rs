@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use client::{Client, Options};
 use common::Node;
+use identity::{Credentials, Protocol};
 use rustix::process::{Pid, Signal, kill_process};
 
 /// The target that gets into a state.
@@ -99,7 +100,9 @@ impl Rig {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(async {
             let endpoint = self.node.status()["endpoint"].as_str().unwrap().to_owned();
-            let client = Client::connect(&endpoint, Options::default()).await.unwrap();
+            let credentials = Credentials::load(self.node.path("node/credentials.toml").as_ref()).unwrap();
+            let options = Options { trust: credentials.trust(Protocol::Messenger), ..Options::default() };
+            let client = Client::connect(&endpoint, options).await.unwrap();
             let result = calls(&client).await;
             client.close().await;
             result
@@ -396,10 +399,10 @@ fn a_stopped_node_starts_once_the_loss_of_a_target_is_accepted() {
         rig.node.fails(&["up", "--detach"]);
         let said = rig.node.text(&["target", "forget", ID, "--accept-loss"]);
         assert!(said.contains("applies this when it starts"), "{said}");
-        let identity = || fs::read_to_string(rig.node.path("node/node.json")).unwrap();
-        assert!(identity().contains("forgotten"));
+        let roster = || fs::read_to_string(rig.node.path("node/node.json")).unwrap();
+        assert!(roster().contains("forgotten"));
         rig.node.ok(&["up", "--detach"]);
-        rig.node.wait("the osd knows", || !identity().contains("forgotten"));
+        rig.node.wait("the osd knows", || !roster().contains("forgotten"));
         rig.check_redundant("after the loss was accepted");
         assert!(rig.node.status()["targets"][1]["forgotten"].as_bool().unwrap());
         // A later start needs no word.

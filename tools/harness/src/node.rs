@@ -446,7 +446,7 @@ impl Node {
         let args: Vec<&str> =
             ["--endpoint", endpoint].into_iter().chain(args.iter().map(String::as_str)).collect();
         let mut command = Command::new(first);
-        command.args(rest).arg(&self.program).args(&args);
+        command.args(rest).arg(&self.program).args(&args).env("OUTBOARD_DIR", &self.dir);
         command.envs(self.environment.iter().map(|(k, v)| (k, v)));
         parsed(&args, &command.stderr(Stdio::inherit()).output()?)
     }

@@ -136,12 +136,17 @@ pub fn run(
     [&relay, &plain_relay].into_iter().for_each(|relay| relay.set_upstream(&endpoint));
     let record = Arc::new(RoundRecord::new(verbose));
     let gate = Arc::new(RwLock::new(()));
-    let context =
-        WriterContext { endpoint: relay.address(), record: Arc::clone(&record), gate: Arc::clone(&gate) };
+    let trust = node.trust()?;
+    let context = WriterContext {
+        endpoint: relay.address(),
+        trust: trust.clone(),
+        record: Arc::clone(&record),
+        gate: Arc::clone(&gate),
+    };
     let connect = |endpoint: String| {
         runtime
             .handle
-            .block_on(async { writer::connect(&endpoint, CHECK_TIMEOUT, &record).await })
+            .block_on(async { writer::connect(&endpoint, &trust, CHECK_TIMEOUT, &record).await })
             .ok_or_else(|| "cannot connect to the node".to_owned())
     };
     let checks = connect(plain_relay.address())?;

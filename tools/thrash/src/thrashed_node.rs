@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
+use identity::{Credentials, Protocol, Trust};
 use rustix::process::{Pid, Signal, kill_process};
 use serde::Deserialize;
 
@@ -103,6 +104,15 @@ impl ThrashedNode {
     /// Prepares a node in `dir`, which the first [`up`](Self::up) creates.
     pub fn new(program: &Path, dir: &Path, config: RoundConfig) -> ThrashedNode {
         ThrashedNode { program: program.to_owned(), dir: dir.to_owned(), config }
+    }
+
+    /// Returns the administrator's identity, with which clients connect to the node.
+    ///
+    /// # Errors
+    /// If the node's directory has no valid credentials.
+    pub fn trust(&self) -> Result<Trust, String> {
+        let credentials = Credentials::load(&self.dir.join("credentials.toml")).map_err(|e| e.to_string())?;
+        Ok(credentials.trust(Protocol::Messenger))
     }
 
     /// Returns the file of a target.

@@ -6,6 +6,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use client::{Client, Options};
+use identity::Trust;
 use messenger::StackChoice;
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
@@ -28,9 +29,9 @@ const PAUSE: Duration = Duration::from_millis(25);
 type WriterObjects = Arc<Mutex<Vec<SharedLedger>>>;
 
 /// Client options for calls with a time limit.
-pub fn options(request_timeout: Duration) -> Options {
+fn options(trust: &Trust, request_timeout: Duration) -> Options {
     Options {
-        tenant: "thrash".to_owned(),
+        trust: trust.clone(),
         connect_timeout: Duration::from_secs(5),
         request_timeout,
         stack: StackChoice::Paths(Vec::new()),
@@ -43,6 +44,8 @@ pub fn options(request_timeout: Duration) -> Options {
 pub struct WriterContext {
     /// Address of the relay.
     pub endpoint: String,
+    /// The identity of the clients, and the node behind the relay.
+    pub trust: Trust,
     /// The record of the round.
     pub record: Arc<RoundRecord>,
     /// Each call holds this lock for reading; the owner of the write lock pauses all calls.
@@ -131,9 +134,14 @@ impl Drop for WriterGroup {
 }
 
 /// Connects, and repeats attempts until the node answers or the round ends.
-pub async fn connect(endpoint: &str, timeout: Duration, record: &Arc<RoundRecord>) -> Option<CheckedPool> {
+pub async fn connect(
+    endpoint: &str,
+    trust: &Trust,
+    timeout: Duration,
+    record: &Arc<RoundRecord>,
+) -> Option<CheckedPool> {
     while !record.is_over() {
-        if let Ok(client) = Client::connect(endpoint, options(timeout)).await {
+        if let Ok(client) = Client::connect(endpoint, options(trust, timeout)).await {
             return CheckedPool::new(client, Arc::clone(record)).ok();
         }
         tokio::time::sleep(Duration::from_millis(200)).await;
@@ -147,7 +155,9 @@ async fn write_all(
     timeout: Duration,
     seed: u64,
 ) {
-    let Some(pool) = connect(&context.endpoint, timeout, &context.record).await else { return };
+    let Some(pool) = connect(&context.endpoint, &context.trust, timeout, &context.record).await else {
+        return;
+    };
     let writers = objects.into_iter().map(|(number, objects)| {
         let random = SmallRng::seed_from_u64(seed.wrapping_mul(31).wrapping_add(number as u64));
         let (pool, context) = (pool.clone(), context.clone());

@@ -10,11 +10,13 @@ use super::rig::{Rig, message, next_message, random_bytes};
 use crate::{Message, MessengerError};
 
 /// Messages of mixed sizes arrive complete and in order, in both directions at the same time. Both
-/// sides see the connection's number, and the server sees the tenant.
+/// sides see the connection's number and the peer's key, and the server sees the tenant.
 pub async fn messages_keep_their_order(rig: &Rig) {
     let mut listener = rig.listen().await;
     let ((client, mut from_server), (server, mut from_client)) = rig.pair(&mut *listener).await;
-    assert_eq!(server.peer().tenant, "conformance");
+    let own = identity::Trust::default().key();
+    assert_eq!((client.peer().key, server.peer().key), (own, own));
+    assert_eq!(server.peer().member.as_ref().map(|member| &*member.tenant), Some("main"));
     assert_eq!(client.peer().connection, server.peer().connection);
     let mut random = rig.random();
     let sent: Vec<Message> = (0..500u32)

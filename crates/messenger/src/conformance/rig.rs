@@ -52,7 +52,7 @@ impl Rig {
 
     /// Opens a connection to `listener`. Returns the client's end and the server's end.
     pub(super) async fn pair(&self, listener: &mut dyn Listener) -> (Ends, Ends) {
-        let options = ConnectOptions { tenant: "conformance".into(), timeout: self.patience / 4 };
+        let options = ConnectOptions { timeout: self.patience / 4 };
         let endpoint = listener.endpoint();
         let mut connecting = self.stack.connect(&endpoint, options);
         let mut client: Option<Ends> = None;

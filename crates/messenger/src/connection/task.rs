@@ -6,6 +6,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
+use identity::ProofKey;
 use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 
@@ -15,9 +16,11 @@ use super::packets::PacketReader;
 use super::reader::{FrameReader, ReadFailure};
 use super::slot::ConnectionSlot;
 use super::{ConnectionState, Shared};
-use crate::handshake::{self, Dialer, HandshakeError};
+use crate::dialer::Dialer;
+use crate::frame::{Body, Challenge, Reject, RejectCode, Resume};
+use crate::handshake::{self, HandshakeError};
 use crate::transport::packets::Link;
-use crate::transport::{ConnectClaim, Road, Wire};
+use crate::transport::{ConnectTicket, Road, Wire};
 use crate::{ConnectionEvent, MessengerError};
 
 /// Time that a closing connection has to send its queued frames.
@@ -40,11 +43,9 @@ pub(crate) const BACKOFF: (Duration, Duration) = (Duration::from_millis(10), Dur
 /// A transport with which a client resumes its connection.
 pub(crate) struct Resumption {
     pub(crate) wire: Wire,
-    pub(crate) nonce: [u8; 16],
-    /// Number of the last sequenced frame that the client has received.
-    pub(crate) received: u64,
-    /// Credit that the client has granted since the connection began, in bytes.
-    pub(crate) granted: u64,
+    /// The client's request, whose proof the server has verified.
+    pub(crate) request: Resume,
+    pub(crate) challenge: Challenge,
 }
 
 /// The source of new transports, which differs between client and server.
@@ -63,7 +64,7 @@ pub(super) enum TransportEnd {
     Damaged(String),
     Replaced(Box<Resumption>),
     /// This side found a better transport.
-    Upgraded(Wire, ConnectClaim),
+    Upgraded(Wire, ConnectTicket),
     Fatal(MessengerError),
     Closed,
 }
@@ -102,8 +103,8 @@ async fn live(shared: &Arc<Shared>, role: &mut TransportSupply, mut wire: Wire) 
         }
         let (mut better, mut is_silent) = (None, shared.is_missing_peer());
         let (reason, resumption) = match end {
-            TransportEnd::Upgraded(wire, claim) => {
-                better = Some((wire, claim));
+            TransportEnd::Upgraded(wire, ticket) => {
+                better = Some((wire, ticket));
                 ("a better transport is available".to_owned(), None)
             }
             TransportEnd::Closed => return MessengerError::ConnectionLost(shared.end.reason().text().into()),
@@ -153,7 +154,7 @@ impl TransportSupply {
         &mut self,
         shared: &Arc<Shared>,
         resumption: Option<Box<Resumption>>,
-        better: Option<(Wire, ConnectClaim)>,
+        better: Option<(Wire, ConnectTicket)>,
         was_useful: bool,
     ) -> Result<Wire, MessengerError> {
         match self {
@@ -196,11 +197,11 @@ impl TransportSupply {
     /// Waits for a replacement of the current transport. On a server, the client may resume before
     /// the server notices that the transport broke. On a client, a better transport may be found
     /// while the connection uses the base transport.
-    async fn replaced(&mut self, is_base: bool) -> TransportEnd {
+    async fn replaced(&mut self, shared: &Shared, is_base: bool) -> TransportEnd {
         match self {
             TransportSupply::Client(dialer) => {
-                let (wire, claim) = dialer.upgrade(is_base).await;
-                TransportEnd::Upgraded(wire, claim)
+                let (wire, ticket) = dialer.upgrade(shared, is_base).await;
+                TransportEnd::Upgraded(wire, ticket)
             }
             TransportSupply::Server { resumptions, .. } => match resumptions.recv().await {
                 Some(resumption) => TransportEnd::Replaced(resumption),
@@ -269,7 +270,7 @@ impl Shared {
                 biased;
                 end = self.watch_peer(link, registration.as_deref()) => end,
                 never = self.acknowledge_in_time() => match never {},
-                end = role.replaced(link.is_none()) => end,
+                end = role.replaced(self, link.is_none()) => end,
                 () = self.close_deadline() => TransportEnd::Closed,
             }
         });
@@ -337,14 +338,9 @@ impl Shared {
         (state.inbound.received(), state.inbound.granted())
     }
 
-    /// The secret by which a client proves that it may resume the connection.
-    pub(crate) fn secret(&self) -> [u8; 16] {
-        self.secret
-    }
-
-    /// The configuration of the connection.
-    pub(crate) fn config(&self) -> &crate::ConnectionConfig {
-        &self.config
+    /// The key by which each side proves that the connection is its own.
+    pub(crate) fn proof_key(&self) -> &ProofKey {
+        &self.proof_key
     }
 
     /// Continues from the peer's state: the peer has all frames up to `received` and has granted
@@ -370,12 +366,13 @@ impl Shared {
     /// Answers a client that resumes its connection. Returns `None` if the answer could not be
     /// written to the new transport in time.
     async fn accept_resumption(&self, next: Box<Resumption>) -> Result<Option<Wire>, MessengerError> {
-        let Resumption { mut wire, nonce, received, granted } = *next;
-        let welcome = handshake::welcome_back(self, nonce);
-        let answer = handshake::write(&mut wire, &welcome);
+        let Resumption { mut wire, request, challenge } = *next;
+        let resumed = handshake::resumed(&self.proof_key, &request, &challenge, self.resume_point());
+        let frames = [Body::Resumed(resumed)];
+        let answer = handshake::write(&mut wire, &frames);
         match timeout(self.config.handshake_timeout, answer).await {
             Ok(Ok(())) => {
-                self.resume(received, granted)?;
+                self.resume(request.received, request.granted)?;
                 Ok(Some(wire))
             }
             _ => Ok(None),
@@ -400,7 +397,11 @@ impl From<ReadFailure> for TransportEnd {
 impl From<HandshakeError> for MessengerError {
     fn from(e: HandshakeError) -> MessengerError {
         match e {
+            HandshakeError::Rejected(Reject { code: RejectCode::UnknownKey, reason }) => {
+                MessengerError::KeyRefused(reason)
+            }
             HandshakeError::Rejected(reject) => MessengerError::Refused(reject.reason),
+            HandshakeError::Identity(e) => MessengerError::Identity(e),
             HandshakeError::Transport { endpoint, reason } => {
                 MessengerError::Unreachable { endpoint, reason }
             }

@@ -6,61 +6,70 @@ use serde::{Deserialize, Serialize};
 
 use super::{FrameError, FrameKind};
 
-/// Content of a client's first frame, which opens a new connection or resumes an existing one.
+/// A client's request for a new connection. It travels inside the encrypted part of a TLS handshake.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Hello {
     /// Minimum and maximum protocol version that the client supports.
     pub versions: (u16, u16),
-    /// Reserved: senders write 0, and receivers ignore the value.
-    pub reserved: u64,
-    /// Name of the tenant, at most 32 bytes.
-    pub tenant: String,
-    /// A random number that identifies this attempt. The answer repeats it. Over libfabric, it
-    /// equals the nonce of the connect request.
-    pub nonce: [u8; 16],
     /// Maximum lengths of a message's header and of its payload that the client accepts, in bytes.
     pub limits: (u32, u32),
-    /// Credit granted to the server since the connection began, in bytes.
+    /// Credit granted to the server, in bytes.
     pub granted: u64,
-    /// The connection to resume. `None` opens a new one.
-    pub resume: Option<Resume>,
 }
 
-/// The connection that a client resumes, the secret that permits this, and the number of the last
-/// frame that the client has received.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Resume {
-    /// Number of the connection.
-    pub connection: u128,
-    /// The secret that the server gave to the client when the connection began.
-    pub secret: [u8; 16],
-    /// Number of the last sequenced frame that the client has received.
-    pub received: u64,
-}
-
-/// The server's answer to [`Hello`].
+/// The server's answer to [`Hello`]. It travels inside the encrypted part of a TLS handshake.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Welcome {
     /// Protocol version of the connection.
     pub version: u16,
-    /// Reserved: senders write 0, and receivers ignore the value.
-    pub reserved: u64,
-    /// The nonce of the [`Hello`].
-    pub nonce: [u8; 16],
     /// Number of the connection.
     pub connection: u128,
-    /// The secret that the client must present to resume the connection.
-    pub secret: [u8; 16],
     /// Maximum lengths of a message's header, of its payload and of a bulk transfer that the server
     /// accepts, in bytes.
     pub limits: (u32, u32, u64),
-    /// Credit granted to the client since the connection began, in bytes.
+    /// Credit granted to the client, in bytes.
     pub granted: u64,
-    /// Number of the last sequenced frame that the server has received.
-    pub received: u64,
     /// Transports besides the base transport on which the client may resume the connection, at most
     /// 8.
     pub paths: Vec<PathOffer>,
+}
+
+/// A client's request to resume a connection over a new transport.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Resume {
+    /// Number of the connection.
+    pub connection: u128,
+    /// A random number. Over libfabric, it equals the nonce of the connect request.
+    pub nonce: [u8; 16],
+    /// Number of the last sequenced frame that the client has received.
+    pub received: u64,
+    /// Credit granted to the server since the connection began, in bytes.
+    pub granted: u64,
+}
+
+/// The server's answer to [`Resume`], also if it does not know the connection.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Challenge {
+    /// A random number.
+    pub nonce: [u8; 16],
+}
+
+/// The client's proof that the connection is its own.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Proof {
+    /// The proof: an HMAC-SHA-256 over the [`Resume`] and the [`Challenge`].
+    pub proof: [u8; 32],
+}
+
+/// The server's answer to a right [`Proof`], with which the connection continues.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Resumed {
+    /// Number of the last sequenced frame that the server has received.
+    pub received: u64,
+    /// Credit granted to the client since the connection began, in bytes.
+    pub granted: u64,
+    /// The server's proof: an HMAC-SHA-256 over the [`Resume`], the [`Challenge`] and this frame.
+    pub proof: [u8; 32],
 }
 
 /// A transport besides the base transport that the server offers.
@@ -80,11 +89,13 @@ pub enum RejectCode {
     /// The server has reached its maximum number of connections, and the client's address already
     /// holds its fair share of them.
     Full,
-    /// The connection to resume does not exist, or the secret is wrong.
+    /// The connection to resume does not exist, or the proof is wrong.
     UnknownConnection,
+    /// The server does not accept the client's key.
+    UnknownKey,
 }
 
-/// The server's answer to a [`Hello`] that it does not accept.
+/// The server's answer to a [`Hello`] or a [`Proof`] that it does not accept.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Reject {
     /// The reason, as a code for programs.
@@ -198,6 +209,12 @@ pub enum Body {
     Hello(Hello),
     Welcome(Welcome),
     Reject(Reject),
+    /// Bytes of TLS.
+    Handshake(Bytes),
+    Resume(Resume),
+    Challenge(Challenge),
+    Proof(Proof),
+    Resumed(Resumed),
     /// The header of a user's message.
     Message(Bytes),
     Push(Push),
@@ -222,9 +239,14 @@ impl Body {
         }
         Ok(match kind {
             FrameKind::Message => Body::Message(bytes),
+            FrameKind::Handshake => Body::Handshake(bytes),
             FrameKind::Hello => Body::Hello(parse(kind, &bytes)?),
             FrameKind::Welcome => Body::Welcome(parse(kind, &bytes)?),
             FrameKind::Reject => Body::Reject(parse(kind, &bytes)?),
+            FrameKind::Resume => Body::Resume(parse(kind, &bytes)?),
+            FrameKind::Challenge => Body::Challenge(parse(kind, &bytes)?),
+            FrameKind::Proof => Body::Proof(parse(kind, &bytes)?),
+            FrameKind::Resumed => Body::Resumed(parse(kind, &bytes)?),
             FrameKind::Push => Body::Push(parse(kind, &bytes)?),
             FrameKind::Wrote => Body::Wrote(parse(kind, &bytes)?),
             FrameKind::Window => Body::Window(parse(kind, &bytes)?),
@@ -244,6 +266,11 @@ impl Body {
             Body::Hello(_) => FrameKind::Hello,
             Body::Welcome(_) => FrameKind::Welcome,
             Body::Reject(_) => FrameKind::Reject,
+            Body::Handshake(_) => FrameKind::Handshake,
+            Body::Resume(_) => FrameKind::Resume,
+            Body::Challenge(_) => FrameKind::Challenge,
+            Body::Proof(_) => FrameKind::Proof,
+            Body::Resumed(_) => FrameKind::Resumed,
             Body::Message(_) => FrameKind::Message,
             Body::Push(_) => FrameKind::Push,
             Body::Wrote(_) => FrameKind::Wrote,
@@ -260,10 +287,14 @@ impl Body {
     /// Appends the header part to `out`.
     pub fn encode(&self, out: &mut Vec<u8>) {
         match self {
-            Body::Message(header) => out.extend_from_slice(header),
+            Body::Message(bytes) | Body::Handshake(bytes) => out.extend_from_slice(bytes),
             Body::Hello(b) => append(out, b),
             Body::Welcome(b) => append(out, b),
             Body::Reject(b) => append(out, b),
+            Body::Resume(b) => append(out, b),
+            Body::Challenge(b) => append(out, b),
+            Body::Proof(b) => append(out, b),
+            Body::Resumed(b) => append(out, b),
             Body::Push(b) => append(out, b),
             Body::Wrote(b) => append(out, b),
             Body::Window(b) => append(out, b),

@@ -9,6 +9,7 @@ use std::time::Duration;
 use base::BoxFuture;
 use base::budget::{Budget, spare_descriptors};
 use base::collections::HashMap;
+use identity::ProofKey;
 use tokio::sync::mpsc;
 use tokio::task::AbortHandle;
 use tokio::time::{Instant, timeout};
@@ -16,12 +17,14 @@ use wire::PathStatus;
 
 use crate::admissions::Shortage;
 use crate::config::ConnectionConfig;
-use crate::connection::{self, ConnectionSide, ConnectionSlot, Resumption, Shared, TransportSupply};
-use crate::frame::{Body, Hello, PathOffer, Reject, RejectCode, Resume};
-use crate::handshake;
+use crate::connection::{
+    self, ConnectionSide, ConnectionSlot, Negotiated, Resumption, Shared, TransportSupply,
+};
+use crate::frame::{Body, Challenge, Hello, PathOffer, Proof, Reject, RejectCode, Resume, Welcome};
+use crate::handshake::{self, EncryptedExchange, FirstFrame, VERSIONS};
 use crate::paths::MAX_PATHS;
-use crate::transport::{Acceptor, Wire};
-use crate::{Admissions, Ends, Listener, MessengerError, Result};
+use crate::transport::{AcceptedTicket, Acceptor, ConnectTicket, TicketOffice, Wire};
+use crate::{Admissions, Ends, Limits, Listener, MessengerError, PeerInfo, Result};
 
 /// Maximum number of new connections that wait until the user accepts them.
 const BACKLOG: usize = 64;
@@ -49,7 +52,7 @@ pub(super) struct StreamListener {
 /// The state that the handshakes of a listener share.
 struct Reception {
     config: ConnectionConfig,
-    registry: Arc<Registry>,
+    registry: Arc<ConnectionRegistry>,
     /// The paths on which the listener also accepts transports.
     paths: Vec<PathOffer>,
     accepted: mpsc::Sender<Result<Ends>>,
@@ -76,13 +79,15 @@ impl Drop for HandshakePlace<'_> {
 }
 
 /// The connections of a listener.
-struct Registry {
+pub(super) struct ConnectionRegistry {
     connections: Mutex<ConnectionTable>,
     admissions: Arc<Admissions>,
 }
 
 struct ConnectionTable {
     entries: HashMap<u128, RegistryEntry>,
+    /// The connections by the numbers that stand for them in their tickets.
+    in_tickets: HashMap<u64, u128>,
     places: Budget<u128>,
     /// Slots of detached connections. A detached connection holds one of these slots in addition to
     /// its slot in `places`.
@@ -90,14 +95,18 @@ struct ConnectionTable {
 }
 
 struct RegistryEntry {
-    secret: [u8; 16],
+    proof_key: ProofKey,
+    /// Name of the tenant to which the connection belongs.
+    tenant: String,
+    /// Number of the newest ticket that was accepted; 0 if none was.
+    last_ticket: u32,
     resume: mpsc::Sender<Box<Resumption>>,
     shared: Weak<Shared>,
 }
 
 /// The slot of a connection in its listener's registry. Dropping this value frees the slot.
 struct RegistryPlace {
-    registry: Weak<Registry>,
+    registry: Weak<ConnectionRegistry>,
     connection: u128,
     peer: base::budget::PeerAddress,
     held: AtomicBool,
@@ -109,11 +118,39 @@ impl ConnectionTable {
     fn forget(&mut self, connection: u128) -> Option<Arc<Shared>> {
         self.places.remove(connection);
         self.detached.remove(connection);
-        self.entries.remove(&connection).and_then(|entry| entry.shared.upgrade())
+        let entry = self.entries.remove(&connection)?;
+        self.in_tickets.remove(&ConnectTicket::connection_in_tickets(&entry.proof_key));
+        entry.shared.upgrade()
     }
 }
 
-impl Registry {
+impl TicketOffice for ConnectionRegistry {
+    fn redeem(&self, ticket: &ConnectTicket) -> Option<AcceptedTicket> {
+        let mut connections = self.lock();
+        let connection = *connections.in_tickets.get(&ticket.connection)?;
+        let entry = connections.entries.get_mut(&connection)?;
+        if !ticket.is_of(&entry.proof_key) || ticket.number <= entry.last_ticket {
+            return None;
+        }
+        entry.last_ticket = ticket.number;
+        Some(AcceptedTicket { connection, tenant: entry.tenant.clone(), nonce: ticket.nonce })
+    }
+}
+
+impl ConnectionRegistry {
+    /// Creates an empty registry with the limits of `config`.
+    pub(super) fn new(config: &ConnectionConfig) -> Arc<ConnectionRegistry> {
+        let descriptors = config.max_descriptors.unwrap_or_else(spare_descriptors);
+        let admissions = Arc::new(Admissions::new(config, descriptors));
+        let connections = Mutex::new(ConnectionTable {
+            entries: HashMap::default(),
+            in_tickets: HashMap::default(),
+            places: Budget::new(admissions.max_connections(), CONNECTION_PATIENCE),
+            detached: Budget::new(config.max_held, Duration::MAX),
+        });
+        Arc::new(ConnectionRegistry { connections, admissions })
+    }
+
     fn lock(&self) -> MutexGuard<'_, ConnectionTable> {
         // No code panics while it holds the mutex.
         self.connections.lock().unwrap_or_else(PoisonError::into_inner)
@@ -140,6 +177,7 @@ impl Registry {
     ) -> Option<(mpsc::Receiver<Box<Resumption>>, RegistryPlace)> {
         let (resume, resumptions) = mpsc::channel(1);
         let (connection, peer) = (shared.connection_id(), shared.peer().peer);
+        let tenant = shared.peer().member.as_ref().map(|member| member.tenant.clone()).unwrap_or_default();
         let mut connections = self.lock();
         let Ok(victim) = connections.places.admit(connection, peer, Instant::now()) else {
             drop(connections);
@@ -147,22 +185,29 @@ impl Registry {
             return None;
         };
         let victim = victim.and_then(|victim| connections.forget(victim));
-        let entry = RegistryEntry { secret: shared.secret(), resume, shared: Arc::downgrade(shared) };
+        let (proof_key, shared) = (shared.proof_key().clone(), Arc::downgrade(shared));
+        let in_tickets = ConnectTicket::connection_in_tickets(&proof_key);
+        let entry = RegistryEntry { proof_key, tenant, last_ticket: 0, resume, shared };
         connections.entries.insert(connection, entry);
+        connections.in_tickets.insert(in_tickets, connection);
         drop(connections);
         self.reclaim(victim, Shortage::Connections);
         let (registry, held) = (Arc::downgrade(self), AtomicBool::new(false));
         Some((resumptions, RegistryPlace { registry, connection, peer, held }))
     }
 
-    /// Finds the connection to resume, if the secret is right. Returns the channel that passes the
-    /// new transport to the connection. A wrong secret gives the same result as an unknown
+    /// Finds the connection to resume, if the client's proof is right. Returns the channel that passes
+    /// the new transport to the connection. A wrong proof gives the same result as an unknown
     /// connection.
-    fn find(&self, resume: &Resume) -> Option<mpsc::Sender<Box<Resumption>>> {
+    fn find(
+        &self,
+        resume: &Resume,
+        challenge: &Challenge,
+        proof: &Proof,
+    ) -> Option<mpsc::Sender<Box<Resumption>>> {
         let connections = self.lock();
         let entry = connections.entries.get(&resume.connection)?;
-        let differs = entry.secret.iter().zip(resume.secret).fold(0, |acc, (a, b)| acc | (a ^ b));
-        (differs == 0).then(|| entry.resume.clone())
+        handshake::proves(&entry.proof_key, resume, challenge, proof).then(|| entry.resume.clone())
     }
 
     /// Ends a connection to free its file descriptor. Returns `false` if no connection can be
@@ -234,6 +279,7 @@ impl StreamListener {
         acceptor: Box<dyn Acceptor>,
         others: Vec<(String, Box<dyn Acceptor>)>,
         config: ConnectionConfig,
+        registry: Arc<ConnectionRegistry>,
     ) -> StreamListener {
         let endpoint = acceptor.endpoint();
         let paths: Vec<PathOffer> = others
@@ -242,14 +288,7 @@ impl StreamListener {
             .take(MAX_PATHS)
             .collect();
         let (sender, accepted) = mpsc::channel(BACKLOG);
-        let descriptors = config.max_descriptors.unwrap_or_else(spare_descriptors);
-        let admissions = Arc::new(Admissions::new(&config, descriptors));
-        let connections = Mutex::new(ConnectionTable {
-            entries: HashMap::default(),
-            places: Budget::new(admissions.max_connections(), CONNECTION_PATIENCE),
-            detached: Budget::new(config.max_held, Duration::MAX),
-        });
-        let registry = Arc::new(Registry { connections, admissions: Arc::clone(&admissions) });
+        let admissions = Arc::clone(&registry.admissions);
         let budget = Budget::new(admissions.max_handshakes(), Duration::ZERO);
         let handshakes = Mutex::new(Handshakes { last: 0, budget, tasks: HashMap::default() });
         let reception = Arc::new(Reception {
@@ -376,9 +415,8 @@ impl Reception {
         let late = || Err(MessengerError::Refused("the peer's handshake took too long".into()));
         match shaken.unwrap_or_else(|_| late()) {
             Ok(HandshakeOutcome::New(shared, role)) => self.open(shared, role, wire).await,
-            Ok(HandshakeOutcome::Resume(connection, hello, resume)) => {
-                let Hello { nonce, granted, .. } = hello;
-                let resumption = Box::new(Resumption { wire, nonce, received: resume.received, granted });
+            Ok(HandshakeOutcome::Resume(connection, request, challenge)) => {
+                let resumption = Box::new(Resumption { wire, request, challenge });
                 // If another transport already waits for the connection, the new transport is
                 // dropped, and the client tries again.
                 let _ = connection.try_send(resumption);
@@ -392,42 +430,72 @@ impl Reception {
     }
 
     async fn shake(&self, wire: &mut Wire) -> Result<HandshakeOutcome> {
-        let hello = handshake::read_hello(wire).await?;
-        if let Err(reject) = handshake::check_hello(&hello, wire.claim.as_ref()) {
-            return self.reject(wire, reject).await;
+        match handshake::read_first(wire).await? {
+            FirstFrame::Begin(first) if wire.ticket.is_none() => self.begin_connection(wire, &first).await,
+            FirstFrame::Begin(_) => Err(MessengerError::Protocol(
+                "a client began a connection over a transport that it opened to resume one".into(),
+            )),
+            FirstFrame::Resume(resume) => self.resume_connection(wire, resume).await,
         }
-        if let Some(resume) = hello.resume.clone() {
-            return match self.registry.find(&resume) {
-                Some(connection) => Ok(HandshakeOutcome::Resume(connection, hello, resume)),
-                None => {
-                    let reason = "the server has no connection with this id and secret".to_owned();
-                    self.reject(wire, Reject { code: RejectCode::UnknownConnection, reason }).await
-                }
-            };
+    }
+
+    /// Begins a connection with a client that proves its key. Before the proof, the client has a slot
+    /// for its handshake, and nothing else.
+    async fn begin_connection(&self, wire: &mut Wire, first: &[u8]) -> Result<HandshakeOutcome> {
+        let (address, peer) = (wire.address.clone(), wire.peer);
+        let trust = &self.config.trust;
+        let mut exchange = EncryptedExchange::server(wire, trust, first).await?;
+        let key = exchange.prove().await?;
+        let hello = match exchange.receive().await? {
+            Body::Hello(hello) => hello,
+            other => {
+                let what = format!("the client sent {:?} instead of Hello", other.kind());
+                return Err(MessengerError::Protocol(what));
+            }
+        };
+        let Some(member) = trust.member(&key) else {
+            let reason = format!(
+                "the node refuses the key {key}: it is unknown or was revoked; use the credentials of a user of this \
+                 node"
+            );
+            return refuse(exchange, RejectCode::UnknownKey, reason).await;
+        };
+        if let Err(reason) = check_hello(&hello) {
+            return refuse(exchange, RejectCode::Incompatible, reason).await;
         }
-        let (settled, welcome) = handshake::settle(hello, wire, &self.config, &self.paths);
-        let shared = Shared::new(settled, self.config.clone(), ConnectionSide::Server, wire);
+        let peer = PeerInfo { address, peer, key, member: Some(member), connection: base::entropy::random() };
+        let (settled, welcome) = settle(&hello, peer, exchange.proof_key(), &self.config, &self.paths);
+        let shared = Shared::new(settled, self.config.clone(), ConnectionSide::Server, None);
         let Some((resumptions, registration)) = self.registry.register(&shared) else {
             let max = self.admissions.max_connections();
             let reason =
                 format!("all {max} connections are in use, and this client's address has its fair share");
-            return self.reject(wire, Reject { code: RejectCode::Full, reason }).await;
+            return refuse(exchange, RejectCode::Full, reason).await;
         };
-        handshake::write(wire, &welcome).await.map_err(|e| MessengerError::Unreachable {
-            endpoint: wire.address.clone(),
-            reason: e.to_string(),
-        })?;
+        exchange.send(&Body::Welcome(welcome)).await?;
         Ok(HandshakeOutcome::New(
             shared,
             TransportSupply::Server { resumptions, registration: Arc::new(registration) },
         ))
     }
 
-    async fn reject(&self, wire: &mut Wire, reject: Reject) -> Result<HandshakeOutcome> {
-        let reason = reject.reason.clone();
-        // The peer may have disconnected already; ignore the error.
-        let _ = handshake::write(wire, &Body::Reject(reject)).await;
-        Err(MessengerError::Refused(reason))
+    /// Resumes a connection with a client that proves that the connection is its own.
+    async fn resume_connection(&self, wire: &mut Wire, resume: Resume) -> Result<HandshakeOutcome> {
+        let (challenge, proof) = handshake::challenge(wire).await?;
+        let is_for =
+            |ticket: &AcceptedTicket| (ticket.connection, ticket.nonce) == (resume.connection, resume.nonce);
+        let connection = match &wire.ticket {
+            Some(ticket) if !is_for(ticket) => None,
+            _ => self.registry.find(&resume, &challenge, &proof),
+        };
+        let Some(connection) = connection else {
+            let reason = "the server has no connection with this id and proof".to_owned();
+            let reject = Reject { code: RejectCode::UnknownConnection, reason: reason.clone() };
+            // The peer may have disconnected already; ignore the error.
+            let _ = handshake::write(wire, &[Body::Reject(reject)]).await;
+            return Err(MessengerError::Refused(reason));
+        };
+        Ok(HandshakeOutcome::Resume(connection, resume, challenge))
     }
 
     async fn open(&self, shared: Arc<Shared>, role: TransportSupply, wire: Wire) {
@@ -440,5 +508,55 @@ impl Reception {
 
 enum HandshakeOutcome {
     New(Arc<Shared>, TransportSupply),
-    Resume(mpsc::Sender<Box<Resumption>>, Hello, Resume),
+    Resume(mpsc::Sender<Box<Resumption>>, Resume, Challenge),
+}
+
+/// Rejects a client that has proved its key.
+async fn refuse(
+    mut exchange: EncryptedExchange<'_>,
+    code: RejectCode,
+    reason: String,
+) -> Result<HandshakeOutcome> {
+    // The peer may have disconnected already; ignore the error.
+    let _ = exchange.send(&Body::Reject(Reject { code, reason: reason.clone() })).await;
+    Err(MessengerError::Refused(reason))
+}
+
+/// Checks whether this side can accept the [`Hello`]. Returns the reason if it cannot.
+fn check_hello(hello: &Hello) -> Result<(), String> {
+    if hello.versions.0 > VERSIONS.1 || hello.versions.1 < VERSIONS.0 {
+        return Err(format!(
+            "no common protocol version: the client supports {:?}, the server supports {VERSIONS:?}",
+            hello.versions
+        ));
+    }
+    if hello.granted > crate::config::MAX_CREDIT_BYTES {
+        return Err("the client grants more than 2 GiB of credit".to_owned());
+    }
+    Ok(())
+}
+
+/// Determines the values of a new connection. Returns the agreed values, and the [`Welcome`] for the
+/// client.
+fn settle(
+    hello: &Hello,
+    peer: PeerInfo,
+    proof_key: ProofKey,
+    config: &ConnectionConfig,
+    paths: &[PathOffer],
+) -> (Negotiated, Welcome) {
+    let own = &config.limits;
+    let limits = Limits {
+        max_header: own.max_header.min(hello.limits.0 as usize),
+        max_inline: own.max_inline.min(hello.limits.1 as usize),
+        ..*own
+    };
+    let welcome = Welcome {
+        version: VERSIONS.1,
+        connection: peer.connection,
+        limits: (own.max_header as u32, own.max_inline as u32, own.max_bulk as u64),
+        granted: config.window_bytes,
+        paths: paths.to_vec(),
+    };
+    (Negotiated { peer, proof_key, limits, granted: hello.granted }, welcome)
 }

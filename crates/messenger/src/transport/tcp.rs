@@ -2,11 +2,12 @@
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
 
 use base::BoxFuture;
 use tokio::net::{TcpListener, TcpSocket, TcpStream, lookup_host};
 
-use super::{Acceptor, ConnectClaim, Transport, Wire};
+use super::{Acceptor, ConnectTicket, TicketOffice, Transport, Wire};
 
 /// Limit of unsent bytes in the kernel. A heartbeat waits behind these bytes and behind the bytes
 /// in flight.
@@ -27,14 +28,22 @@ pub struct Tcp {
 struct TcpAcceptor(TcpListener);
 
 impl Transport for Tcp {
-    fn bind<'a>(&'a self, address: &'a str) -> BoxFuture<'a, io::Result<Box<dyn Acceptor>>> {
+    fn bind<'a>(
+        &'a self,
+        address: &'a str,
+        _: Arc<dyn TicketOffice>,
+    ) -> BoxFuture<'a, io::Result<Box<dyn Acceptor>>> {
         Box::pin(async move {
             let listener = TcpListener::bind(address).await?;
             Ok(Box::new(TcpAcceptor(listener)) as Box<dyn Acceptor>)
         })
     }
 
-    fn dial<'a>(&'a self, endpoint: &'a str, _: &'a ConnectClaim) -> BoxFuture<'a, io::Result<Wire>> {
+    fn dial<'a>(
+        &'a self,
+        endpoint: &'a str,
+        _: Option<&'a ConnectTicket>,
+    ) -> BoxFuture<'a, io::Result<Wire>> {
         Box::pin(async move {
             let stream = match self.source {
                 None => TcpStream::connect(endpoint).await?,

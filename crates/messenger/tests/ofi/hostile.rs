@@ -1,8 +1,9 @@
 //! Attacks on a server's endpoint by a client that calls libfabric directly. Each attack ends only
 //! the attacker's own connection.
 
-use std::net::SocketAddr;
-
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use base::block::Payload;
@@ -12,12 +13,16 @@ use fabric::{
     Fabric, FabricError, FabricEvent, Info, Library, MemoryRegion, Operation, PostError, ProviderQuery,
     RemoteRegion,
 };
+use identity::{Identity, KeyHash, Member, Members, ProofKey, Protocol, Trust};
 use outboard_messenger::conformance::{Buffer, Rig, pool};
-use outboard_messenger::frame::{self, Body, Frame, FrameKind, Hello};
+use outboard_messenger::frame::{self, Body, Frame, FrameHeader, FrameKind, HEADER_LEN, Resume};
+use outboard_messenger::transport::ConnectTicket;
 use outboard_messenger::{
     ConnectOptions, ConnectionEvent, Ends, Limits, Message, MessengerError, ReceiveQueueKind,
 };
 use wire::{BulkDescriptor, BulkDirection, BulkOwner, BulkSegment, MemoryKind, RemoteMemory};
+
+use super::begin::{Beginning, hello, proof};
 
 const PATIENCE: Duration = Duration::from_secs(40);
 const PACKET: usize = 16 << 10;
@@ -43,21 +48,34 @@ struct Attacker {
 }
 
 impl Attacker {
-    /// Connects as the tenant "victim" and performs the handshake.
-    fn connect(address: &str) -> Attacker {
-        let mut attacker = Attacker::dial(address, "victim");
-        attacker.send(&hello(attacker.nonce), 0, &Payload::default());
-        let welcome = attacker.frame();
-        assert!(matches!(welcome.body, Body::Welcome(_)), "{welcome:?}");
+    /// Begins a connection over TCP at `endpoint`, and moves it to libfabric.
+    fn connect(endpoint: &str) -> Attacker {
+        let begun = Begun::new(endpoint);
+        let mut attacker = Attacker::dial(&begun);
+        attacker.resume(&begun);
+        let answer = attacker.frame();
+        assert!(matches!(answer.body, Body::Resumed(_)), "{answer:?}");
         attacker
     }
 
-    fn dial(address: &str, tenant: &str) -> Attacker {
-        // Over iWARP, the kernel may choose a port that a TCP socket already uses.
-        (0..10).find_map(|_| Attacker::try_dial(address, tenant)).expect("a connection")
+    /// Resumes a connection with the right proof.
+    fn resume(&mut self, begun: &Begun) {
+        let resume = begun.resume(self.nonce);
+        self.send(&Body::Resume(resume.clone()), 0, &Payload::default());
+        let Body::Challenge(challenge) = self.frame().body else { panic!("no challenge") };
+        self.send(&proof(&begun.key, &resume, &challenge), 0, &Payload::default());
     }
 
-    fn try_dial(address: &str, tenant: &str) -> Option<Attacker> {
+    /// Connects over libfabric with a ticket of the connection.
+    fn dial(begun: &Begun) -> Attacker {
+        // Over iWARP, the kernel may choose a port that a TCP socket already uses.
+        let dial = |number| Attacker::try_dial(&begun.path, &ConnectTicket::new(&begun.key, number)).ok()?;
+        (1..=10).find_map(dial).expect("a connection")
+    }
+
+    /// Connects over libfabric with this ticket. Returns `None` if the kernel has no port, and the
+    /// reason if the server refuses the ticket.
+    fn try_dial(address: &str, ticket: &ConnectTicket) -> Result<Option<Attacker>, String> {
         let to: SocketAddr = address.parse().expect("an address");
         let info = info(EndpointAddress::Connect(to));
         let fabric = Fabric::open(&info).expect("a fabric");
@@ -73,8 +91,7 @@ impl Attacker {
                 .receive(memory.slice(slot * PACKET, PACKET).expect("inside"), slot as u64)
                 .expect("posted");
         }
-        let nonce: [u8; 16] = std::array::from_fn(|_| rand::random());
-        endpoint.establish(&[&nonce[..], tenant.as_bytes()].concat()).expect("connecting");
+        endpoint.establish(&ticket.encode()).expect("connecting");
         let deadline = Instant::now() + PATIENCE;
         let token = loop {
             match events.read().expect("events") {
@@ -84,29 +101,29 @@ impl Attacker {
                 Some(FabricEvent::SomeFailed { error: FabricError::Call { code, .. } })
                     if code == rustix::io::Errno::ADDRINUSE.raw_os_error() =>
                 {
-                    return None;
+                    return Ok(None);
                 }
-                Some(other) => panic!("the event is {other:?} instead of Connected"),
+                Some(other) => return Err(format!("{other:?}")),
                 None => completions.poll(&mut Vec::new()).expect("completions"),
             }
             assert!(Instant::now() < deadline, "no connection");
         };
         let (frames, reads) = (Vec::new(), Vec::new());
         let granted = RECEIVES as u32;
-        Some(Attacker {
+        Ok(Some(Attacker {
             endpoint,
             events,
             completions,
             memory,
             domain,
             token,
-            nonce,
+            nonce: ticket.nonce,
             frames,
             reads,
             granted,
             received: 0,
             is_closed: false,
-        })
+        }))
     }
 
     /// Handles all events and completions that have arrived.
@@ -186,17 +203,39 @@ impl Attacker {
     }
 }
 
-/// The first frame of a client of the tenant "victim".
-fn hello(nonce: [u8; 16]) -> Body {
-    Body::Hello(Hello {
-        versions: (2, 2),
-        reserved: 0,
-        tenant: "victim".into(),
-        nonce,
-        limits: (65_536, 65_536),
-        granted: 1 << 20,
-        resume: None,
-    })
+/// A connection that an attacker has begun over TCP.
+struct Begun {
+    key: ProofKey,
+    connection: u128,
+    /// The address of the server's libfabric endpoint.
+    path: String,
+    _tcp: TcpStream,
+}
+
+impl Begun {
+    fn new(endpoint: &str) -> Begun {
+        let mut tcp = TcpStream::connect(endpoint).expect("connects");
+        tcp.set_read_timeout(Some(PATIENCE)).expect("a socket");
+        let mut beginning = Beginning::new(&Users::trust("attacker"), hello());
+        loop {
+            tcp.write_all(&beginning.output()).expect("written");
+            let mut bytes = vec![0; HEADER_LEN];
+            tcp.read_exact(&mut bytes).expect("a header");
+            let header =
+                FrameHeader::decode(bytes.first_chunk().expect("a header"), &LIMITS).expect("a header");
+            let mut body = vec![0; header.body_len()];
+            tcp.read_exact(&mut body).expect("a body");
+            let (body, _) = header.decode_body(body.into()).expect("a body");
+            if let Some(Body::Welcome(welcome)) = beginning.frame(&body) {
+                let path = welcome.paths[0].endpoint.clone();
+                return Begun { key: beginning.key(), connection: welcome.connection, path, _tcp: tcp };
+            }
+        }
+    }
+
+    fn resume(&self, nonce: [u8; 16]) -> Resume {
+        Resume { connection: self.connection, nonce, received: 0, granted: 1 << 20 }
+    }
 }
 
 fn info(target: EndpointAddress) -> Info {
@@ -210,20 +249,45 @@ struct Victim {
     listener: Box<dyn outboard_messenger::Listener>,
     client: Ends,
     server: Ends,
-    _rig: Rig,
+    _rigs: [Rig; 2],
+}
+
+/// The identity of a user. Each user belongs to a tenant of its own.
+fn user(name: &str) -> Identity {
+    Identity::from_seed([name.as_bytes()[0]; 32])
+}
+
+/// The node that is attacked, its users, and the trust of each user.
+struct Users;
+
+impl Users {
+    fn node() -> Trust {
+        Trust::server(Protocol::Messenger, &user("node"), Arc::new(Users))
+    }
+
+    fn trust(name: &str) -> Trust {
+        Trust::client(Protocol::Messenger, &user(name), user("node").key())
+    }
+}
+
+impl Members for Users {
+    fn find(&self, key: &KeyHash) -> Option<Member> {
+        let found = ["attacker", "bystander"].into_iter().find(|name| user(name).key() == *key);
+        found.map(|name| Member { tenant: name.to_owned(), user: "user".into() })
+    }
 }
 
 impl Victim {
     async fn new(queue: ReceiveQueueKind) -> Victim {
         // A long grace period, so that a busy machine does not look like a successful attack.
-        let rig = super::patient_rig(queue, 3);
-        let mut listener = rig.listen().await;
+        let rigs = [Users::node(), Users::trust("bystander")].map(|trust| super::rig_with(queue, 3, trust));
+        let mut listener = rigs[0].listen().await;
         let endpoint = listener.endpoint();
-        let options = ConnectOptions { tenant: "other".into(), ..ConnectOptions::default() };
-        let connecting = rig.stack.connect(&endpoint, options);
+        let connecting = rigs[1].stack.connect(&endpoint, ConnectOptions::default());
         let (client, server) = tokio::join!(connecting, listener.accept());
-        let (client, server) = (client.expect("connects"), server.expect("accepts"));
-        Victim { endpoint, listener, client, server, _rig: rig }
+        let (client, mut server) = (client.expect("connects"), server.expect("accepts"));
+        moved(&mut server).await;
+        Victim { endpoint, listener, client, server, _rigs: rigs }
     }
 
     /// Runs `attack` on a separate thread. Returns the server's end of the attacker's connection.
@@ -234,7 +298,9 @@ impl Victim {
         let endpoint = self.endpoint.clone();
         let attack = tokio::task::spawn_blocking(move || attack(Attacker::connect(&endpoint)));
         let connection = tokio::time::timeout(PATIENCE, self.listener.accept()).await;
-        (connection.expect("in time").expect("a connection"), attack)
+        let mut connection = connection.expect("in time").expect("a connection");
+        moved(&mut connection).await;
+        (connection, attack)
     }
 
     /// Checks that the other client's connection still works, on the same transport.
@@ -250,6 +316,14 @@ impl Victim {
         let pulled = self.server.0.bulk_read(&source.descriptor, 0, dest, PATIENCE).await.expect("pulled");
         assert!(pulled.buf[..] == data[..]);
         source.finish();
+    }
+}
+
+/// Waits until a new connection has moved from TCP to libfabric.
+async fn moved(ends: &mut Ends) {
+    for _ in 0..2 {
+        let event = tokio::time::timeout(PATIENCE, ends.1.next()).await.expect("in time");
+        assert!(matches!(event, ConnectionEvent::Interrupted | ConnectionEvent::Resumed), "{event:?}");
     }
 }
 
@@ -370,16 +444,57 @@ async fn packets_with_a_wrong_token_are_dropped() {
     victim.is_well().await;
 }
 
-/// The client states one tenant in the connect request and another tenant in the Hello.
+/// The client resumes another of its connections than its ticket is for, or has another nonce than its
+/// ticket.
 #[tokio::test]
-async fn a_hello_frame_that_differs_from_the_connect_request_is_rejected() {
+async fn a_resumption_that_differs_from_the_ticket_is_rejected() {
     let mut victim = Victim::new(ReceiveQueueKind::Shared).await;
     let endpoint = victim.endpoint.clone();
     let attack = tokio::task::spawn_blocking(move || {
-        let mut attacker = Attacker::dial(&endpoint, "somebody");
-        attacker.send(&hello(attacker.nonce), 0, &Payload::default());
+        let (first, second) = (Begun::new(&endpoint), Begun::new(&endpoint));
+        let mut attacker = Attacker::dial(&first);
+        attacker.resume(&second);
         let answer = attacker.frame();
         assert!(matches!(answer.body, Body::Reject(_)), "{answer:?}");
+        let mut attacker = Attacker::dial(&Begun::new(&endpoint));
+        attacker.nonce[15] ^= 1;
+        attacker.resume(&second);
+        let answer = attacker.frame();
+        assert!(matches!(answer.body, Body::Reject(_)), "{answer:?}");
+    });
+    attack.await.expect("the attack ends without a panic");
+    victim.is_well().await;
+}
+
+/// The server creates no endpoint for a peer whose ticket was used before, is older than a used one, is
+/// guessed, changed, or made with another key.
+#[tokio::test]
+async fn a_connect_request_without_a_valid_ticket_is_refused() {
+    let mut victim = Victim::new(ReceiveQueueKind::Shared).await;
+    let endpoint = victim.endpoint.clone();
+    let attack = tokio::task::spawn_blocking(move || {
+        let (begun, other) = (Begun::new(&endpoint), Begun::new(&endpoint));
+        let used = (2..10).map(|number| ConnectTicket::new(&begun.key, number)).find(|ticket| {
+            Attacker::try_dial(&begun.path, ticket).expect("a valid ticket is accepted").is_some()
+        });
+        let used = used.expect("a connection");
+        let fresh = ConnectTicket::new(&begun.key, 20);
+        let other = ConnectTicket { connection: fresh.connection, ..ConnectTicket::new(&other.key, 20) };
+        let guessed = ConnectTicket { connection: 7, ..fresh.clone() };
+        let mut changed = fresh.clone();
+        changed.nonce[0] ^= 1;
+        let older = ConnectTicket::new(&begun.key, 1);
+        for (name, ticket) in [
+            ("used", used),
+            ("older", older),
+            ("other key", other),
+            ("guessed", guessed),
+            ("changed", changed),
+        ] {
+            let refused = Attacker::try_dial(&begun.path, &ticket);
+            assert!(refused.is_err(), "{name}");
+        }
+        assert!(Attacker::try_dial(&begun.path, &fresh).is_ok(), "the refusals cost no valid ticket");
     });
     attack.await.expect("the attack ends without a panic");
     victim.is_well().await;

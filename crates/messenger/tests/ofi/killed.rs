@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use outboard_messenger::conformance::{self, Buffer};
 use outboard_messenger::transport::ofi::{OfiConfig, OfiControl};
+use outboard_messenger::transport::tcp::Tcp;
 use outboard_messenger::{
     ConnectOptions, ConnectionConfig, ConnectionEvent, Ends, Incoming, Message, NetworkStack, StreamStack,
 };
@@ -25,7 +26,7 @@ fn data() -> Vec<u8> {
     (0..LEN).map(|i| (i >> 5) as u8).collect()
 }
 
-/// Creates a stack that uses only links. Its server ends a connection soon after the transport
+/// Creates a stack whose connections move to links. Its server ends a connection soon after the transport
 /// broke.
 fn stack() -> (Arc<dyn NetworkStack>, Arc<OfiControl>) {
     let (provider, _) = super::provider();
@@ -38,11 +39,12 @@ fn stack() -> (Arc<dyn NetworkStack>, Arc<OfiControl>) {
         hold: Duration::from_millis(100),
         ..ConnectionConfig::default()
     };
-    (Arc::new(StreamStack::over(ofi, config)), control)
+    let stack = StreamStack::over(Tcp::default(), config).with_path(super::required_path(&provider, ofi));
+    (Arc::new(stack), control)
 }
 
 fn patient() -> ConnectOptions {
-    ConnectOptions { timeout: PATIENCE, ..ConnectOptions::default() }
+    ConnectOptions { timeout: PATIENCE }
 }
 
 /// The child process, which a test kills.

@@ -3,16 +3,23 @@
 //! variable `OUTBOARD_TEST_FABRIC=verbs@192.0.2.1` chooses another provider and address, here those
 //! of an RDMA device.
 
+#[path = "../support/begin.rs"]
+mod begin;
 mod hostile;
 mod killed;
 mod paths;
+#[path = "../support/pumped.rs"]
+mod pumped;
 
 use std::sync::Arc;
 use std::time::Duration;
 
+use identity::Trust;
 use outboard_messenger::conformance::{self, Rig};
 use outboard_messenger::transport::ofi::{Ofi, OfiConfig, ReceiveQueueKind};
-use outboard_messenger::{ConnectionConfig, StreamStack};
+use outboard_messenger::transport::tcp::Tcp;
+use outboard_messenger::{ConnectionConfig, Path, StreamStack};
+use pumped::PumpedTcp;
 
 /// The provider, and the address at which to listen.
 fn provider() -> (String, String) {
@@ -36,23 +43,38 @@ fn load(config: OfiConfig) -> Ofi {
     Ofi::new(config).unwrap_or_else(|e| panic!("libfabric cannot be used: {e}; run \"scripts/setup test\""))
 }
 
+/// The path of a stack whose connections move to libfabric at once, and return to it soon after a
+/// failure.
+fn required_path(provider: &str, ofi: Ofi) -> Path {
+    Path::new(&format!("ofi:{provider}"), Arc::new(ofi), Duration::from_millis(50)).required(true)
+}
+
 fn rig(receive_queue: ReceiveQueueKind) -> Rig {
     patient_rig(receive_queue, 1)
 }
 
 /// Creates a rig whose grace period is the usual one multiplied by `times`.
 fn patient_rig(receive_queue: ReceiveQueueKind, times: u32) -> Rig {
+    rig_with(receive_queue, times, Trust::default())
+}
+
+fn rig_with(receive_queue: ReceiveQueueKind, times: u32, trust: Trust) -> Rig {
     let (provider, address) = provider();
     let (heartbeat, grace) = patience(&provider);
     let grace = grace * times;
-    let config = ConnectionConfig { heartbeat, grace, ..ConnectionConfig::default() };
+    let config = ConnectionConfig { heartbeat, grace, trust, ..ConnectionConfig::default() };
     let ofi = load(OfiConfig { receive_queue, ..OfiConfig::new(&provider) });
     let (cut, freeze) = (ofi.control(), ofi.control());
+    let tcp = PumpedTcp::new();
+    let (cut_tcp, freeze_tcp) = (tcp.clone(), tcp.clone());
     Rig {
-        stack: Arc::new(StreamStack::over(ofi, config)),
+        stack: Arc::new(StreamStack::over(tcp, config).with_path(required_path(&provider, ofi))),
         address,
-        cut: Box::new(move || cut.cut()),
-        freeze: Box::new(move |frozen| freeze.freeze(frozen)),
+        cut: Box::new(move || cut.cut() + cut_tcp.cut()),
+        freeze: Box::new(move |frozen| {
+            freeze.freeze(frozen);
+            freeze_tcp.freeze(frozen);
+        }),
         grace,
         patience: Rig::PATIENCE,
         slow: provider != "tcp",
@@ -141,8 +163,9 @@ async fn messages_arrive_although_a_reader_keeps_all_packet_buffers() {
     let server = load(OfiConfig { packet_memory_bytes: 2 << 20, ..OfiConfig::new(&provider) });
     let (heartbeat, grace) = patience(&provider);
     let config = ConnectionConfig { heartbeat, grace, ..ConnectionConfig::default() };
-    let client = StreamStack::over(client, config.clone());
-    let server = StreamStack::over(server, config);
+    let [client, server] = [client, server].map(|ofi| {
+        StreamStack::over(Tcp::default(), config.clone()).with_path(required_path(&provider, ofi))
+    });
     let mut listener = server.listen(&address).await.expect("listens");
     let endpoint = listener.endpoint();
     let (client, server) =
@@ -160,6 +183,8 @@ async fn messages_arrive_although_a_reader_keeps_all_packet_buffers() {
         while kept.len() < COUNT {
             match requests.next().await {
                 ConnectionEvent::Message(message) => kept.push(message),
+                // The connection moves from TCP to libfabric.
+                ConnectionEvent::Interrupted | ConnectionEvent::Resumed if kept.is_empty() => {}
                 other => panic!("after {} messages: {other:?}", kept.len()),
             }
         }

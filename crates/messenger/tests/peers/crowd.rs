@@ -3,8 +3,9 @@
 use std::io::Write;
 use std::time::Duration;
 
-use crate::raw::{PATIENCE, Raw, lost};
-use outboard_messenger::frame::{Body, Resume};
+use crate::raw::{Begun, PATIENCE, Raw, hello, lost};
+use identity::Trust;
+use outboard_messenger::frame::Body;
 use outboard_messenger::{
     ConnectionConfig, ConnectionEvent, Ends, Listener, NetworkStack, Shortage, TcpStack,
 };
@@ -34,13 +35,12 @@ async fn accepted(listener: &mut dyn Listener) -> Ends {
 }
 
 /// Begins a connection from the address `source`. Also returns the server's end of it.
-async fn connection(source: &str, listener: &mut dyn Listener) -> (Raw, Resume, Ends) {
+async fn connection(source: &str, listener: &mut dyn Listener) -> (Raw, Begun, Ends) {
     let endpoint = listener.endpoint();
-    let began = async { Raw::connect_from(source, &endpoint).await.begin(None).await };
+    let began = async { Raw::connect_from(source, &endpoint).await.begin().await };
     let (began, ends) = tokio::join!(timeout(PATIENCE, began), accepted(listener));
-    let (raw, welcome) = began.expect("a connection in time");
-    let resume = Resume { connection: welcome.connection, secret: welcome.secret, received: 0 };
-    (raw, resume, ends)
+    let (raw, begun) = began.expect("a connection in time");
+    (raw, begun, ends)
 }
 
 #[tokio::test]
@@ -78,8 +78,8 @@ async fn the_longest_silent_connections_lose_their_slots_to_another_address() {
     }
     // Each address has its fair share now, so neither loses a connection to the other.
     let mut refused = Raw::connect_from(OTHER, &listener.endpoint()).await;
-    refused.send(&Body::Hello(crate::raw::hello(None)), 0).await;
-    assert!(matches!(refused.next().await.map(|f| f.body), Some(Body::Reject(_))));
+    let (answer, _) = refused.begin_as(&Trust::default(), hello()).await;
+    assert!(matches!(answer, Some(Body::Reject(_))), "{answer:?}");
     for ends in crowd[2..].iter_mut().map(|c| &mut c.2).chain([&mut first_ends, &mut second_ends]) {
         let quiet = timeout(Duration::from_millis(50), ends.1.next()).await;
         assert!(quiet.is_err(), "{quiet:?}");
@@ -96,12 +96,12 @@ async fn a_detached_connection_loses_its_slot_to_another_address() {
         assert!(matches!(ends.1.next().await, ConnectionEvent::Interrupted));
         crowd.push(ends);
     }
-    let (raw, resume, mut ends) = connection(OTHER, &mut *listener).await;
+    let (raw, begun, mut ends) = connection(OTHER, &mut *listener).await;
     drop(raw);
     assert!(matches!(ends.1.next().await, ConnectionEvent::Interrupted));
-    let again = Raw::connect_from(OTHER, &listener.endpoint()).await;
-    let (_raw, welcome) = again.begin(Some(resume.clone())).await;
-    assert_eq!(welcome.connection, resume.connection);
+    let mut again = Raw::connect_from(OTHER, &listener.endpoint()).await;
+    let answer = again.resume(&begun.key, begun.resume(0)).await;
+    assert!(matches!(answer, Some(Body::Resumed(_))), "{answer:?}");
     assert!(matches!(ends.1.next().await, ConnectionEvent::Resumed));
     lost(&mut *crowd[0].1).await;
 }
@@ -131,7 +131,7 @@ async fn a_listener_without_free_descriptors_disconnects_silent_peers_and_contin
         silent.push(Raw::connect_from(CROWD, &endpoint).await);
     }
     for _ in 0..3 {
-        let began = async { Raw::connect_from(OTHER, &endpoint).await.begin(None).await };
+        let began = async { Raw::connect_from(OTHER, &endpoint).await.begin().await };
         timeout(PATIENCE, began).await.expect("a connection in time");
     }
     drop(child.stdin.take());

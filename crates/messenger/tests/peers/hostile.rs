@@ -3,11 +3,12 @@
 
 use std::time::Duration;
 
-use crate::raw::{PATIENCE, Raw, Victim, bytes, forge, hello, lost, offer};
+use crate::raw::{Beginning, PATIENCE, Raw, Victim, bytes, forge, hello, lost, offer, proof};
 use base::block::Payload;
 use bytes::Bytes;
+use identity::{Identity, IdentityError, ProofKey, Protocol, Trust};
 use outboard_messenger::frame::{
-    Body, Close, PullCancel, PullData, PullRequest, Push, Refusal, RejectCode, Resume, Welcome, Window,
+    Body, Close, Hello, PullCancel, PullData, PullRequest, Push, Refusal, RejectCode, Resume, Welcome, Window,
 };
 use outboard_messenger::{
     ConnectOptions, ConnectionConfig, ConnectionEvent, Message, MessengerError, NetworkStack, TcpStack,
@@ -20,11 +21,18 @@ fn message(text: &str) -> Body {
     Body::Message(Bytes::copy_from_slice(text.as_bytes()))
 }
 
+/// The first frames of a client that begins a connection, and of one that resumes a connection.
+fn first_frames() -> [Vec<u8>; 2] {
+    let resume = Resume { connection: 1, nonce: [7; 16], received: 0, granted: 1 << 20 };
+    let begin = Beginning::new(&Trust::default(), hello()).output();
+    [begin, bytes(&Body::Resume(resume), 0, 0, &Payload::default())]
+}
+
 #[tokio::test]
-async fn every_flipped_bit_in_a_hello_frame_is_detected() {
+async fn every_flipped_bit_in_a_first_frame_is_detected() {
     let mut victim = Victim::new().await;
-    let good = bytes(&Body::Hello(hello(None)), 0, 0, &Payload::default());
-    for bit in 0..good.len() * 8 {
+    for (good, bit) in first_frames().iter().flat_map(|good| (0..good.len() * 8).map(move |bit| (good, bit)))
+    {
         let mut bad = good.clone();
         bad[bit / 8] ^= 1 << (bit % 8);
         let mut raw = Raw::connect(&victim.endpoint).await;
@@ -44,7 +52,7 @@ async fn a_flipped_bit_of_a_message_breaks_only_the_transport() {
     let mut victim = Victim::new().await;
     let payload = Payload::compute(5, vec![1; 20].into());
     let good = bytes(&message("text"), 1, 0, &payload);
-    let (_, welcome, mut ends) = victim.attack().await;
+    let (_, begun, mut ends) = victim.attack().await;
     assert!(matches!(ends.1.next().await, ConnectionEvent::Interrupted));
     for bit in (0..good.len() * 8).step_by(5) {
         let mut bad = good.clone();
@@ -55,22 +63,20 @@ async fn a_flipped_bit_of_a_message_breaks_only_the_transport() {
         let event = timeout(PATIENCE, ends.1.next()).await.expect("an event");
         assert!(matches!(event, ConnectionEvent::Interrupted), "bit {bit}: {event:?}");
     }
-    assert_eq!(welcome.received, 0);
+    drop(begun);
     victim.is_well().await;
 }
 
 #[tokio::test]
 async fn a_connection_ends_after_many_transports_deliver_damaged_frames() {
     let mut victim = Victim::new().await;
-    let (mut raw, welcome, mut ends) = victim.attack().await;
-    let resume = Resume { connection: welcome.connection, secret: welcome.secret, received: 0 };
+    let (mut raw, begun, mut ends) = victim.attack().await;
     for _ in 0..20 {
         raw.write(b"this is not a frame, and longer than the header of one").await;
         raw.closed().await;
         raw = Raw::connect(&victim.endpoint).await;
-        raw.send(&Body::Hello(hello(Some(resume.clone()))), 0).await;
-        match raw.next().await.map(|f| f.body) {
-            Some(Body::Welcome(_)) => {}
+        match raw.resume(&begun.key, begun.resume(0)).await {
+            Some(Body::Resumed(_)) => {}
             Some(Body::Reject(reject)) => {
                 assert_eq!(reject.code, RejectCode::UnknownConnection);
                 let why = lost(&mut *ends.1).await;
@@ -128,7 +134,7 @@ async fn violations_of_the_protocol_end_the_connection() {
         ("window with a payload", forge(window(1), 12, &1u32.to_le_bytes())),
         ("absurd credit", window(u64::MAX)),
         ("body too long", trailing),
-        ("second hello", bytes(&Body::Hello(hello(None)), 0, 0, &empty)),
+        ("hello", bytes(&Body::Hello(hello()), 0, 0, &empty)),
         (
             "body of another kind",
             forge(bytes(&Body::Push(Push { offer: 1, offset: 1 }), 1, 0, &data), 5, &[33]),
@@ -149,9 +155,9 @@ async fn violations_of_the_protocol_end_the_connection() {
 #[tokio::test]
 async fn messages_without_credit_end_the_connection() {
     let mut victim = Victim::new().await;
-    let (mut raw, welcome, mut ends) = victim.attack().await;
+    let (mut raw, begun, mut ends) = victim.attack().await;
     let payload = Payload::compute(0, vec![1; 60_000].into());
-    for seq in 1..=3 * welcome.granted / 60_000 {
+    for seq in 1..=3 * begun.welcome.granted / 60_000 {
         raw.write(&bytes(&message(""), seq, 0, &payload)).await;
     }
     raw.closed().await;
@@ -278,7 +284,7 @@ async fn a_pull_that_stalls_inside_a_chunk_returns_its_buffer_at_the_deadline() 
 #[tokio::test]
 async fn slow_handshakes_time_out_and_do_not_delay_other_peers() {
     let mut victim = Victim::new().await;
-    let good = bytes(&Body::Hello(hello(None)), 0, 0, &Payload::default());
+    let [good, _] = first_frames();
     let mut slow = Vec::new();
     for len in [0, 1, 39, 40, good.len() - 1] {
         let mut raw = Raw::connect(&victim.endpoint).await;
@@ -297,35 +303,36 @@ async fn slow_handshakes_time_out_and_do_not_delay_other_peers() {
 }
 
 #[tokio::test]
-async fn a_connection_is_resumed_only_with_its_secret() {
+async fn a_connection_is_resumed_only_with_the_right_proof() {
     let mut victim = Victim::new().await;
-    let (_first, welcome, mut ends) = victim.attack().await;
-    let good = Resume { connection: welcome.connection, secret: welcome.secret, received: 0 };
-    let mut secret = welcome.secret;
-    secret[15] ^= 1;
+    let (_first, begun, mut ends) = victim.attack().await;
+    let (_other, other, _other_ends) = victim.attack().await;
+    let good = begun.resume(0);
+    let unknown = Resume { connection: good.connection ^ 1, ..good.clone() };
+    // The key of another connection, an unknown connection, and a key that is not one.
     let wrong =
-        [Resume { secret, ..good.clone() }, Resume { connection: good.connection ^ 1, ..good.clone() }];
-    for resume in wrong {
-        let mut raw = Raw::connect(&victim.endpoint).await;
-        raw.send(&Body::Hello(hello(Some(resume))), 0).await;
-        match raw.next().await.map(|f| f.body) {
-            Some(Body::Reject(reject)) => assert_eq!(reject.code, RejectCode::UnknownConnection),
+        [(other.key, good.clone()), (begun.key.clone(), unknown), (ProofKey::new(&[0; 32]), good.clone())];
+    let mut texts = Vec::new();
+    for (key, resume) in wrong {
+        match Raw::connect(&victim.endpoint).await.resume(&key, resume).await {
+            Some(Body::Reject(reject)) => {
+                assert_eq!(reject.code, RejectCode::UnknownConnection);
+                texts.push(reject.reason);
+            }
             other => panic!("{other:?}"),
         }
         victim.refused().await;
     }
+    assert!(texts.iter().all(|text| *text == texts[0]), "the answer does not tell which connections exist");
     let mut raw = Raw::connect(&victim.endpoint).await;
-    raw.send(&Body::Hello(hello(Some(good.clone()))), 0).await;
-    assert!(
-        matches!(raw.next().await.map(|f| f.body), Some(Body::Welcome(Welcome { connection, .. })) if connection == welcome.connection)
-    );
+    assert!(matches!(raw.resume(&begun.key, good).await, Some(Body::Resumed(_))));
     assert!(
         matches!(ends.1.next().await, ConnectionEvent::Interrupted),
         "the new transport replaces the old one"
     );
     assert!(matches!(ends.1.next().await, ConnectionEvent::Resumed));
     let mut raw = Raw::connect(&victim.endpoint).await;
-    raw.send(&Body::Hello(hello(Some(Resume { received: 5, ..good }))), 0).await;
+    raw.resume(&begun.key, begun.resume(5)).await;
     let why = lost(&mut *ends.1).await;
     assert!(
         matches!(why, MessengerError::Protocol(_)),
@@ -334,19 +341,110 @@ async fn a_connection_is_resumed_only_with_its_secret() {
     victim.is_well().await;
 }
 
+/// An attacker in the network sends the frames of an earlier resumption again, or changes a field of
+/// the request after the client has made its proof.
+#[tokio::test]
+async fn recorded_and_changed_proofs_are_refused() {
+    let mut victim = Victim::new().await;
+    let (_first, begun, mut ends) = victim.attack().await;
+    let good = begun.resume(0);
+    let mut raw = Raw::connect(&victim.endpoint).await;
+    raw.send(&Body::Resume(good.clone()), 0).await;
+    let Some(Body::Challenge(challenge)) = raw.next().await.map(|frame| frame.body) else { panic!() };
+    let recorded = proof(&begun.key, &good, &challenge);
+    raw.send(&recorded, 0).await;
+    assert!(matches!(raw.next().await.map(|frame| frame.body), Some(Body::Resumed(_))));
+    assert!(matches!(ends.1.next().await, ConnectionEvent::Interrupted));
+    assert!(matches!(ends.1.next().await, ConnectionEvent::Resumed));
+    let changed = [
+        good.clone(),
+        Resume { nonce: [8; 16], ..good.clone() },
+        Resume { received: 1, ..good.clone() },
+        Resume { granted: good.granted + 1, ..good.clone() },
+    ];
+    for (at, request) in changed.into_iter().enumerate() {
+        let mut raw = Raw::connect(&victim.endpoint).await;
+        raw.send(&Body::Resume(request), 0).await;
+        let Some(Body::Challenge(challenge)) = raw.next().await.map(|frame| frame.body) else { panic!() };
+        // The first attempt repeats the recorded proof. The others have a fresh proof of the request
+        // that was not changed.
+        let proof = if at == 0 { recorded.clone() } else { proof(&begun.key, &good, &challenge) };
+        raw.send(&proof, 0).await;
+        match raw.next().await.map(|frame| frame.body) {
+            Some(Body::Reject(reject)) => assert_eq!(reject.code, RejectCode::UnknownConnection),
+            other => panic!("attempt {at}: {other:?}"),
+        }
+        victim.refused().await;
+    }
+    let quiet = timeout(Duration::from_millis(50), ends.1.next()).await;
+    assert!(quiet.is_err(), "the connection is not affected: {quiet:?}");
+    victim.is_well().await;
+}
+
+#[tokio::test]
+async fn a_client_with_an_unknown_key_learns_only_that_its_key_is_refused() {
+    let mut victim = Victim::new().await;
+    let stranger = Identity::generate();
+    let trust = Trust::client(Protocol::Messenger, &stranger, Trust::default().key());
+    let mut raw = Raw::connect(&victim.endpoint).await;
+    match raw.begin_as(&trust, hello()).await.0 {
+        Some(Body::Reject(reject)) => {
+            assert_eq!(reject.code, RejectCode::UnknownKey);
+            assert!(reject.reason.contains(&stranger.key().to_string()), "{}", reject.reason);
+        }
+        other => panic!("{other:?}"),
+    }
+    assert!(matches!(victim.refused().await, MessengerError::Refused(_)));
+    let config = ConnectionConfig { trust, ..ConnectionConfig::default() };
+    let connected = TcpStack::new(config).connect(&victim.endpoint, ConnectOptions::default()).await;
+    assert!(matches!(connected, Err(MessengerError::KeyRefused(_))));
+    victim.refused().await;
+    victim.is_well().await;
+}
+
+#[tokio::test]
+async fn a_client_refuses_a_server_with_another_key() {
+    let mut victim = Victim::new().await;
+    let (own, expected) = (Identity::generate(), Identity::generate().key());
+    let trust = Trust::client(Protocol::Messenger, &own, expected);
+    let config = ConnectionConfig { trust, ..ConnectionConfig::default() };
+    let connected = TcpStack::new(config).connect(&victim.endpoint, ConnectOptions::default()).await;
+    let found = Trust::default().key();
+    let Err(MessengerError::Identity(why)) = connected else { panic!("the client connected") };
+    assert_eq!(why, IdentityError::OtherServer { expected, found });
+    victim.refused().await;
+    victim.is_well().await;
+}
+
+#[tokio::test]
+async fn a_client_that_does_not_prove_its_identity_is_rejected_with_the_reason() {
+    let mut victim = Victim::new().await;
+    let mut raw = Raw::connect(&victim.endpoint).await;
+    // A client of an earlier version sends a `Hello` without encryption.
+    raw.send(&Body::Hello(hello()), 0).await;
+    match raw.next().await.map(|frame| frame.body) {
+        Some(Body::Reject(reject)) => {
+            assert_eq!(reject.code, RejectCode::Incompatible);
+            assert!(reject.reason.contains("prove its identity"), "{}", reject.reason);
+        }
+        other => panic!("{other:?}"),
+    }
+    raw.closed().await;
+    victim.refused().await;
+    victim.is_well().await;
+}
+
 #[tokio::test]
 async fn hello_frames_with_unsupported_values_are_rejected() {
     let mut victim = Victim::new().await;
     let bad = [
-        outboard_messenger::frame::Hello { versions: (3, 9), ..hello(None) },
-        outboard_messenger::frame::Hello { versions: (0, 0), ..hello(None) },
-        outboard_messenger::frame::Hello { tenant: "x".repeat(33), ..hello(None) },
-        outboard_messenger::frame::Hello { granted: u64::MAX, ..hello(None) },
+        Hello { versions: (4, 9), ..hello() },
+        Hello { versions: (0, 2), ..hello() },
+        Hello { granted: u64::MAX, ..hello() },
     ];
     for hello in bad {
         let mut raw = Raw::connect(&victim.endpoint).await;
-        raw.send(&Body::Hello(hello.clone()), 0).await;
-        match raw.next().await.map(|f| f.body) {
+        match raw.begin_as(&Trust::default(), hello.clone()).await.0 {
             Some(Body::Reject(reject)) => assert_eq!(reject.code, RejectCode::Incompatible),
             other => panic!("{hello:?}: {other:?}"),
         }
@@ -360,28 +458,23 @@ async fn a_client_reports_typed_errors_for_invalid_answers_of_a_server() {
     let config =
         ConnectionConfig { handshake_timeout: Duration::from_millis(100), ..ConnectionConfig::default() };
     let stack = TcpStack::new(config);
-    let welcome = |nonce| Welcome {
-        version: 2,
-        reserved: 0,
-        nonce,
+    let welcome = Body::Welcome(Welcome {
+        version: 3,
         connection: 1,
-        secret: [0; 16],
         limits: (1, 1, 1),
         granted: 1,
-        received: 0,
         paths: Vec::new(),
-    };
+    });
     let empty = Payload::default();
-    let answers: [(&str, Vec<u8>); 6] = [
+    let tls = Body::Handshake(Bytes::from_static(b"this is not a record of TLS"));
+    let answers: [(&str, Vec<u8>); 7] = [
         ("nothing", Vec::new()),
         ("text", b"HTTP/1.1 400 Bad Request\r\n\r\nthis is not the server that you want".to_vec()),
         ("other frame", bytes(&message("hi"), 1, 0, &empty)),
-        ("wrong nonce", bytes(&Body::Welcome(welcome([0; 16])), 0, 0, &empty)),
+        ("welcome without encryption", bytes(&welcome, 0, 0, &empty)),
         ("close", bytes(&Body::Close(Close { reason: "no".into() }), 0, 0, &empty)),
-        (
-            "long body",
-            forge(bytes(&Body::Welcome(welcome([0; 16])), 0, 0, &empty), 8, &u32::MAX.to_le_bytes()),
-        ),
+        ("handshake", bytes(&tls, 0, 0, &empty)),
+        ("long body", forge(bytes(&welcome, 0, 0, &empty), 8, &u32::MAX.to_le_bytes())),
     ];
     for (name, answer) in answers {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -393,11 +486,14 @@ async fn a_client_reports_typed_errors_for_invalid_answers_of_a_server() {
                 raw.write(&answer).await;
             }
         };
-        let options = ConnectOptions { timeout: Duration::from_millis(250), ..ConnectOptions::default() };
+        let options = ConnectOptions { timeout: Duration::from_millis(250) };
         tokio::select! {
             result = stack.connect(&endpoint, options) => {
                 let why = result.err().unwrap_or_else(|| panic!("{name}: the client connected"));
-                let typed = matches!(why, MessengerError::Protocol(_) | MessengerError::Unreachable { .. });
+                let typed = matches!(
+                    why,
+                    MessengerError::Protocol(_) | MessengerError::Unreachable { .. } | MessengerError::Identity(_)
+                );
                 assert!(typed, "{name}: {why}");
             }
             () = serve => {}
@@ -405,7 +501,7 @@ async fn a_client_reports_typed_errors_for_invalid_answers_of_a_server() {
         }
     }
     let nobody = TcpListener::bind("127.0.0.1:0").await.unwrap().local_addr().unwrap().to_string();
-    let options = ConnectOptions { timeout: Duration::from_millis(100), ..ConnectOptions::default() };
+    let options = ConnectOptions { timeout: Duration::from_millis(100) };
     assert!(matches!(stack.connect(&nobody, options).await, Err(MessengerError::Unreachable { .. })));
 }
 

@@ -194,7 +194,7 @@ async fn a_connection_to_a_killed_server_is_lost_after_the_clients_timeout() {
             }
         });
     });
-    let options = ConnectOptions { timeout: Duration::from_millis(300), ..ConnectOptions::default() };
+    let options = ConnectOptions { timeout: Duration::from_millis(300) };
     let mut client = TcpStack::new(quick()).connect(&endpoint.await.unwrap(), options).await.unwrap();
     client.0.send(outboard_messenger::Message::default()).await.unwrap();
     kill.send(()).unwrap();

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use base::block::{Payload, crc32c};
 use bytes::{Bytes, BytesMut};
+use identity::{ProofKey, Trust};
 use outboard_messenger::frame::{self, Body, Frame, HEADER_LEN, Hello, Resume, Welcome};
 use outboard_messenger::{
     ConnectOptions, ConnectionConfig, ConnectionEvent, Ends, Incoming, Limits, Listener, Message,
@@ -13,6 +14,8 @@ use outboard_messenger::{
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpSocket, TcpStream};
 use tokio::time::timeout;
+
+pub(crate) use crate::begin::{Beginning, hello, proof};
 
 /// Time limit for each step of these tests, so that no test hangs.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(10);
@@ -41,15 +44,17 @@ pub(crate) fn forge(mut frame: Vec<u8>, at: usize, with: &[u8]) -> Vec<u8> {
     frame
 }
 
-pub(crate) fn hello(resume: Option<Resume>) -> Hello {
-    Hello {
-        versions: (2, 2),
-        reserved: 0,
-        tenant: "raw".into(),
-        nonce: [7; 16],
-        limits: (65_536, 65_536),
-        granted: 1 << 20,
-        resume,
+/// A connection that a raw peer has begun.
+#[derive(Clone)]
+pub(crate) struct Begun {
+    pub(crate) welcome: Welcome,
+    pub(crate) key: ProofKey,
+}
+
+impl Begun {
+    /// The request to resume the connection. The peer has received `received` frames.
+    pub(crate) fn resume(&self, received: u64) -> Resume {
+        Resume { connection: self.welcome.connection, nonce: [7; 16], received, granted: 1 << 20 }
     }
 }
 
@@ -71,17 +76,39 @@ impl Raw {
     }
 
     /// Connects a socket and begins a messenger connection on it.
-    pub(crate) async fn connection(endpoint: &str) -> (Raw, Welcome) {
-        Raw::connect(endpoint).await.begin(None).await
+    pub(crate) async fn connection(endpoint: &str) -> (Raw, Begun) {
+        Raw::connect(endpoint).await.begin().await
     }
 
-    /// Begins a messenger connection, or resumes one.
-    pub(crate) async fn begin(mut self, resume: Option<Resume>) -> (Raw, Welcome) {
-        self.send(&Body::Hello(hello(resume)), 0).await;
-        match self.next().await.map(|f| f.body) {
-            Some(Body::Welcome(welcome)) => (self, welcome),
-            other => panic!("{other:?} instead of a welcome"),
+    /// Begins a messenger connection.
+    pub(crate) async fn begin(mut self) -> (Raw, Begun) {
+        match self.begin_as(&Trust::default(), hello()).await {
+            (Some(Body::Welcome(welcome)), key) => (self, Begun { welcome, key }),
+            (other, _) => panic!("{other:?} instead of a welcome"),
         }
+    }
+
+    /// Performs a TLS handshake, and returns the answer to `hello`; `None` if the server closes the
+    /// socket.
+    pub(crate) async fn begin_as(&mut self, trust: &Trust, hello: Hello) -> (Option<Body>, ProofKey) {
+        let mut beginning = Beginning::new(trust, hello);
+        loop {
+            self.write(&beginning.output()).await;
+            let Some(frame) = self.next().await else { return (None, beginning.key()) };
+            if let Some(answer) = beginning.frame(&frame.body) {
+                return (Some(answer), beginning.key());
+            }
+        }
+    }
+
+    /// Resumes a messenger connection with the right proof. Returns the server's answer.
+    pub(crate) async fn resume(&mut self, key: &ProofKey, resume: Resume) -> Option<Body> {
+        self.send(&Body::Resume(resume.clone()), 0).await;
+        match self.next().await?.body {
+            Body::Challenge(challenge) => self.send(&proof(key, &resume, &challenge), 0).await,
+            other => panic!("{other:?} instead of a challenge"),
+        }
+        self.next().await.map(|frame| frame.body)
     }
 
     pub(crate) async fn send(&mut self, body: &Body, seq: u64) {
@@ -153,7 +180,7 @@ impl Victim {
     }
 
     /// Begins a raw connection. Also returns the server's end of it.
-    pub(crate) async fn attack(&mut self) -> (Raw, Welcome, Ends) {
+    pub(crate) async fn attack(&mut self) -> (Raw, Begun, Ends) {
         let endpoint = self.endpoint.clone();
         let (connection, server) = tokio::join!(Raw::connection(&endpoint), self.accepted());
         (connection.0, connection.1, server)

@@ -199,7 +199,7 @@ fn run(faults: SimFaults, seed: u64) -> (u64, Vec<(&'static str, u64)>) {
                 }
             }
         });
-        let options = ConnectOptions { timeout: Duration::from_secs(600), ..ConnectOptions::default() };
+        let options = ConnectOptions { timeout: Duration::from_secs(600) };
         let (connection, incoming) = client.connect("osd:7700", options).await.expect("connects");
         let is_over = Rc::new(Cell::new(false));
         let disturbing = disturb(network.clone(), Rc::clone(&is_over), seed);

@@ -73,7 +73,7 @@ async fn a_reset_cut_breaks_transports_at_once_and_refuses_others_until_it_is_he
     assert_eq!(event(&mut *from_server).await, "interrupted");
     assert_eq!(event(&mut *from_client).await, "interrupted");
     let stack = network.host("client").stack(ConnectionConfig::default());
-    let options = ConnectOptions { timeout: Duration::from_secs(2), ..ConnectOptions::default() };
+    let options = ConnectOptions { timeout: Duration::from_secs(2) };
     let refused = stack.connect("osd:7700", options).await;
     assert!(matches!(refused, Err(MessengerError::Unreachable { .. })));
     network.heal_all();

@@ -14,7 +14,7 @@ use serde::Serialize;
 use crate::config::OsdSection;
 use crate::cpus::ChannelSide;
 use crate::dir::NodeDir;
-use crate::identity::{self, Identity, IdentityError};
+use crate::roster::{self, Roster, RosterError};
 use crate::units::ByteSize;
 
 /// Severity of a finding.
@@ -60,7 +60,7 @@ const FILES_WANTED: u64 = 4096;
 pub fn all(dir: &Path, targets: &[PathBuf], osd: &OsdSection) -> Vec<Finding> {
     let mut findings = vec![kernel(), io_uring(), memlock(), huge_pages(), open_files(), clock()];
     findings.push(shards(osd));
-    findings.extend(identity(dir));
+    findings.extend(roster(dir));
     findings.extend(file_system(dir));
     findings.extend(places(dir, targets).iter().map(|place| direct_io(place)));
     findings.extend(rdma::all());
@@ -262,18 +262,18 @@ fn file_system(dir: &Path) -> Option<Finding> {
     None
 }
 
-/// Checks the identity of an existing node.
-fn identity(dir: &Path) -> Option<Finding> {
+/// Checks the roster of an existing node.
+fn roster(dir: &Path) -> Option<Finding> {
     let dir = NodeDir::open(dir).ok()?;
-    let (grade, found, remedy) = match Identity::load(&dir) {
-        Ok(Some(identity)) => (Grade::Good, format!("names {} targets", identity.targets().len()), None),
+    let (grade, found, remedy) = match Roster::load(&dir) {
+        Ok(Some(roster)) => (Grade::Good, format!("names {} targets", roster.targets().len()), None),
         // The operator has written the configuration of a node that has never run.
-        Ok(None) if !identity::is_recorded(&dir) && !dir.has_logs() => return None,
+        Ok(None) if !roster::is_recorded(&dir) && !dir.has_logs() => return None,
         Ok(None) => {
             let remedy = "start the node while all targets are present, which writes the file; or restore it from a backup";
-            (Grade::Costs, format!("{} is missing", dir.identity().display()), Some(remedy.to_owned()))
+            (Grade::Costs, format!("{} is missing", dir.roster().display()), Some(remedy.to_owned()))
         }
-        Err(IdentityError::Damaged { path, why }) => {
+        Err(RosterError::Damaged { path, why }) => {
             let remedy = "restore the file from a backup, or, if all targets are present, remove it";
             (Grade::Prevents, format!("{} cannot be read: {why}", path.display()), Some(remedy.to_owned()))
         }
@@ -283,7 +283,7 @@ fn identity(dir: &Path) -> Option<Finding> {
         }
     };
     let why = "node.json names the targets of the node, so that no other drive is used in their place";
-    Some(Finding { what: "node identity", grade, found, why, remedy })
+    Some(Finding { what: "node roster", grade, found, why, remedy })
 }
 
 fn direct_io(there: &Path) -> Finding {

@@ -21,12 +21,13 @@ use crate::coding;
 use crate::config::Config;
 use crate::cpus::{ChannelSide, Cpus, ThreadCount};
 use crate::failure::{Doing, Failure, Result};
-use crate::identity::ExpectedNode;
 use crate::metrics;
+use crate::node_keys::NodeKeys;
 use crate::port;
 use crate::remount;
 use crate::request_side::{self, ShardCommon, Stores};
 use crate::role::{self, RoleArgs, RoleProcess, StopSignals};
+use crate::roster::ExpectedNode;
 use crate::state::Role;
 use crate::store_address::StoreAddress;
 use crate::targets::{self, Mounted, TargetPaths};
@@ -75,6 +76,8 @@ async fn serve(
         StoresAt::Behind(address) => address.cpus(config.osd.cpus),
         StoresAt::Here(_) => config.osd.cpus,
     };
+    // The role runs in the node's directory.
+    let trust = NodeKeys::settle(Path::new("")).doing("reading the node's keys")?.trust();
     let listen = listen.unwrap_or_else(|| config.listen.clone());
     let shards = shard_count(&config, cpus, &listen)?;
     let listen = port::settle(&listen, shards);
@@ -104,6 +107,7 @@ async fn serve(
         expected,
         run: base::entropy::uuid().as_u128(),
         shards,
+        trust,
     };
     let heartbeats = process.heartbeat.map(|heartbeat| (heartbeat, checkpoints.clone()));
     let mut shards = ShardThreads::start(&common, &listen, heartbeats.as_ref())?;

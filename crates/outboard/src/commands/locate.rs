@@ -2,8 +2,11 @@
 
 use std::path::PathBuf;
 
+use client::Options;
+use identity::{Credentials, Protocol, Trust};
 use node::dir::NodeDir;
 use node::failure::{Doing, Failure, Result};
+use node::node_keys;
 use node::state::NodeState;
 
 use crate::args::NodeArgs;
@@ -14,6 +17,37 @@ pub const DEFAULT_DIR: &str = "outboard-node";
 /// Returns the node's directory: the value of `--dir` or `OUTBOARD_DIR`, or else [`DEFAULT_DIR`].
 pub fn root(args: &NodeArgs) -> PathBuf {
     args.dir.clone().unwrap_or_else(|| DEFAULT_DIR.into())
+}
+
+/// Adds to `options` how the command connects to the node: with which identity, over which network,
+/// and from which address.
+///
+/// # Errors
+/// If there are no credentials, or if they cannot be used.
+pub fn connecting(args: &NodeArgs, options: Options) -> Result<Options> {
+    Ok(Options { trust: trust(args)?, stack: args.network.clone(), source: args.bind, ..options })
+}
+
+/// Returns the identity with which the command connects to the node: the credentials of
+/// `--credentials` or `OUTBOARD_CREDENTIALS`, or else those in the node's directory.
+fn trust(args: &NodeArgs) -> Result<Trust> {
+    let doing = "reading the credentials";
+    let path = match &args.credentials {
+        Some(path) => path.clone(),
+        None => {
+            let path = node_keys::credentials_path(&root(args));
+            if !path.exists() {
+                let why = format!(
+                    "{} does not exist; name a credential file with --credentials or OUTBOARD_CREDENTIALS, or the \
+                     directory of a node on this machine with --dir",
+                    path.display()
+                );
+                return Err(Failure::new(doing, why));
+            }
+            path
+        }
+    };
+    Ok(Credentials::load(&path).doing(doing)?.trust(Protocol::Messenger))
 }
 
 /// Returns the node's address for clients: the value of `--endpoint` or `OUTBOARD_ENDPOINT`, or

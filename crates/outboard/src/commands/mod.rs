@@ -25,5 +25,5 @@ pub mod up;
 /// Returns the client options that all commands use. With the default timeouts, a command continues
 /// across the restart of any role of the node.
 fn options() -> client::Options {
-    client::Options { tenant: "outboard".to_owned(), ..client::Options::default() }
+    client::Options::default()
 }

@@ -6,9 +6,9 @@ use clap::Args;
 
 use crate::args::NodeArgs;
 use node::failure::Result;
-use node::identity::{ExpectedNode, KnownTarget};
 use node::role::RoleArgs;
 use node::roles::osd::{self, StoresAt};
+use node::roster::{ExpectedNode, KnownTarget};
 use node::store_address::StoreAddress;
 use node::targets::TargetPaths;
 use uuid::Uuid;

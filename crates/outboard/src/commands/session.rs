@@ -61,9 +61,9 @@ where
     F: Future<Output = Result<T>>,
 {
     // Fail at once if the node is down; only an osd that restarts is worth waiting for.
-    locate::endpoint(node)?;
-    options.stack = node.network.clone();
-    options.source = node.bind;
+    if !locate::endpoint(node)?.starts_with(MEM_ENDPOINT) {
+        options = locate::connecting(node, options)?;
+    }
     let runtime =
         tokio::runtime::Builder::new_current_thread().enable_all().build().doing("starting the client")?;
     let result = runtime.block_on(async {
@@ -79,13 +79,9 @@ where
 
 /// Returns whether the osd of the node in a directory answers, without waiting for its restart.
 pub fn answers(node: &NodeArgs) -> bool {
-    let options = Options {
-        connect_timeout: ANSWER_PATIENCE,
-        request_timeout: ANSWER_PATIENCE,
-        stack: node.network.clone(),
-        source: node.bind,
-        ..super::options()
-    };
+    let options =
+        Options { connect_timeout: ANSWER_PATIENCE, request_timeout: ANSWER_PATIENCE, ..super::options() };
+    let Ok(options) = locate::connecting(node, options) else { return false };
     let Ok(endpoint) = locate::endpoint(node) else { return false };
     let Ok(runtime) = tokio::runtime::Builder::new_current_thread().enable_all().build() else {
         return false;

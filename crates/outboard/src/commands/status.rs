@@ -10,8 +10,8 @@ use crate::commands::locate;
 use node::debug;
 use node::dir::NodeDir;
 use node::failure::{Doing, Result};
-use node::identity::{self, Identity};
 use node::report::NodeReport;
+use node::roster::{self, Roster};
 use node::state::NodeState;
 
 /// Maximum time to connect to the osd, and maximum time to wait for its answer. After this time the
@@ -44,7 +44,7 @@ pub fn run(args: StatusArgs, node: &NodeArgs) -> Result<()> {
         (Some(dir), _) => {
             let up = dir.owner().doing(doing)?.is_some();
             let mut report = NodeReport::of_state(dir.path(), up, NodeState::load(dir));
-            report.add_identity(Identity::load(dir), identity::is_recorded(dir) || dir.has_logs());
+            report.add_roster(Roster::load(dir), roster::is_recorded(dir) || dir.has_logs());
             report
         }
         (None, endpoint) => NodeReport::of_endpoint(endpoint.as_deref().unwrap_or_default()),
@@ -75,13 +75,9 @@ pub fn run(args: StatusArgs, node: &NodeArgs) -> Result<()> {
 }
 
 async fn ask(endpoint: &str, node: &NodeArgs) -> Result<client::NodeStatus, String> {
-    let options = client::Options {
-        connect_timeout: PATIENCE,
-        request_timeout: PATIENCE,
-        stack: node.network.clone(),
-        source: node.bind,
-        ..super::options()
-    };
+    let options =
+        client::Options { connect_timeout: PATIENCE, request_timeout: PATIENCE, ..super::options() };
+    let options = locate::connecting(node, options).map_err(|e| e.to_string())?;
     let answer = async {
         let client = client::Client::connect(endpoint, options).await?;
         let status = client.status().await;

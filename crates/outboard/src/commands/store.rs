@@ -6,9 +6,9 @@ use clap::Args;
 
 use crate::args::NodeArgs;
 use node::failure::Result;
-use node::identity::KnownTarget;
 use node::role::RoleArgs;
 use node::roles::store;
+use node::roster::KnownTarget;
 use node::store_address::StoreAddress;
 use node::targets::TargetPaths;
 

@@ -11,8 +11,8 @@ use crate::output;
 use node::config_file;
 use node::dir::NodeDir;
 use node::failure::{Doing, Failure, Result};
-use node::identity::{Identity, IdentityError};
 use node::report::{ReportedState, trouble};
+use node::roster::{Roster, RosterError};
 use node::state::{NodeState, Process, ProcessState, Role};
 use node::targets;
 use node::units::ByteSize;
@@ -161,7 +161,7 @@ fn forget(id: u32, accept_loss: bool, json: bool, node: &NodeArgs) -> Result<()>
                 );
                 return Err(Failure::new(doing(), why));
             }
-            let target = Identity::forget_target(&dir, id).doing(doing())?;
+            let target = Roster::forget_target(&dir, id).doing(doing())?;
             let (path, uuid) = (target.path(), target.uuid());
             match json {
                 true => output::json(&Vec::<PoolLoss>::new()),
@@ -187,17 +187,16 @@ fn forget(id: u32, accept_loss: bool, json: bool, node: &NodeArgs) -> Result<()>
     if accept_loss { Ok(()) } else { Err(Failure::new(doing(), refusal)) }
 }
 
-/// Removes decisions from the node's identity that no start of the osd has applied yet. The operator
+/// Removes decisions from the node's roster that no start of the osd has applied yet. The operator
 /// has given another command since.
 fn drop_marks(node: &NodeArgs) -> Result<()> {
-    let doing = "updating the node's identity";
+    let doing = "updating the node's roster";
     let Some(dir) = node.endpoint.is_none().then(|| NodeDir::open(&locate::root(node))) else {
         return Ok(());
     };
     let dir = dir.doing(doing)?;
-    let forgotten =
-        Identity::load(&dir).doing(doing)?.map(|identity| identity.forgotten()).unwrap_or_default();
-    if forgotten.is_empty() { Ok(()) } else { Identity::osd_knows(&dir, &forgotten).doing(doing) }
+    let forgotten = Roster::load(&dir).doing(doing)?.map(|roster| roster.forgotten()).unwrap_or_default();
+    if forgotten.is_empty() { Ok(()) } else { Roster::osd_knows(&dir, &forgotten).doing(doing) }
 }
 
 /// Returns whether the supervisor has recorded that the role that serves clients is ready.
@@ -230,9 +229,9 @@ fn replace(id: u32, node: &NodeArgs) -> Result<()> {
     let doing = || format!("replacing target {id}");
     let dir = NodeDir::open(&locate::root(node)).doing(doing())?;
     let config = config_file::load(Some(&dir.config()), |name| std::env::var(name).ok()).doing(doing())?;
-    let identity = Identity::load_existing(&dir).doing(doing())?;
-    let path = match identity.place_of(&dir, id) {
-        Err(e @ IdentityError::NoTarget { .. }) => return Err(Failure::usage(doing(), e)),
+    let roster = Roster::load_existing(&dir).doing(doing())?;
+    let path = match roster.place_of(&dir, id) {
+        Err(e @ RosterError::NoTarget { .. }) => return Err(Failure::usage(doing(), e)),
         place => place.doing(doing())?,
     };
     // Ask the node before any file is changed, because the node may refuse the replacement.
@@ -240,9 +239,9 @@ fn replace(id: u32, node: &NodeArgs) -> Result<()> {
     session::run(node, super::options(), async move |client| {
         client.replace_target(id, uuid).await.doing(format!("replacing target {id}"))
     })?;
-    // Change the identity before the target is created, which takes long. If the command is
+    // Change the roster before the target is created, which takes long. If the command is
     // interrupted, the node starts without the new target, and the command can be repeated.
-    Identity::replace_target(&dir, id, uuid).doing(doing())?;
+    Roster::replace_target(&dir, id, uuid).doing(doing())?;
     targets::make_replacement(&path, &config, uuid).doing(doing())?;
     output::line(format!(
         "created a new target {id} at {}; restart the node to rebuild its data: outboard down && outboard up",

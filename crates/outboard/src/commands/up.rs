@@ -19,12 +19,13 @@ use node::config_file;
 use node::dir::{DirLock, NodeDir, STORE_SOCKET};
 use node::durable::replace_file;
 use node::failure::{Doing, Failure, Result};
-use node::identity::{self, Identity, Settled};
 use node::keeper::RoleSpec;
 use node::making::{self, Making};
+use node::node_keys::NodeKeys;
 use node::plan::{Chosen, Plan, nth_port};
 use node::port::{self, PortClaim};
 use node::role::{self, StopSignals};
+use node::roster::{self, Roster, Settled};
 use node::state::{MountedTarget, NodeState, Process, ProcessState, Role};
 use node::supervise::{SuperviseError, Supervisor};
 use node::units::ByteSize;
@@ -141,7 +142,9 @@ fn prepare(dir: &NodeDir, args: &UpArgs, doing: &str) -> Result<Option<PortClaim
     if making::has_never_run(dir, &config).doing(doing)? {
         make(dir, &config, None, args.format, doing)?;
     } else {
-        let settled = identity::settle(dir, &config.targets).doing(doing)?;
+        // Nodes of earlier versions have no keys.
+        NodeKeys::settle(dir.path()).doing(doing)?;
+        let settled = roster::settle(dir, &config.targets).doing(doing)?;
         settled.notes.into_iter().for_each(output::note);
     }
     Ok(claim)
@@ -285,12 +288,12 @@ fn serve(dir: &NodeDir, config: &Config, background: bool) -> std::result::Resul
     let mut supervisor = Process::new(Role::Supervisor);
     supervisor.set_pid(std::process::id());
     (supervisor.state, supervisor.metrics) = (ProcessState::Running, Some(metrics));
-    let Settled { identity, is_recorded, has_file, .. } =
-        identity::settle(dir, &config.targets).map_err(|e| e.to_string())?;
+    let Settled { roster, is_recorded, has_file, .. } =
+        roster::settle(dir, &config.targets).map_err(|e| e.to_string())?;
     if has_file && !is_recorded {
-        identity.save(dir).map_err(|e| e.to_string())?;
+        roster.save(dir).map_err(|e| e.to_string())?;
     }
-    let known = identity.targets().iter();
+    let known = roster.targets().iter();
     let state = NodeState {
         placement: config.placement,
         endpoint: None,
@@ -299,7 +302,7 @@ fn serve(dir: &NodeDir, config: &Config, background: bool) -> std::result::Resul
         targets: known.map(|t| MountedTarget { path: t.path().to_owned(), uuid: t.uuid() }).collect(),
         processes: vec![supervisor],
     };
-    let mut roles = roles(dir, config, &identity)?;
+    let mut roles = roles(dir, config, &roster)?;
     let serving = roles.pop().ok_or("the node has no roles")?;
     let runtime =
         tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(|e| e.to_string())?;
@@ -316,9 +319,9 @@ fn serve(dir: &NodeDir, config: &Config, background: bool) -> std::result::Resul
             }
             return Err(e.to_string());
         }
-        // The osd has accepted the targets, so an identity that was derived from them is correct.
-        if let Err(e) = identity.record(dir, supervisor.node(), supervisor.numbered()) {
-            tracing::error!("cannot record the node's identity: {e}");
+        // The osd has accepted the targets, so a roster that was derived from them is correct.
+        if let Err(e) = roster.record(dir, supervisor.node(), supervisor.numbered()) {
+            tracing::error!("cannot record the node's roster: {e}");
         }
         if background {
             role::outlive_caller().map_err(|e| e.to_string())?;
@@ -344,7 +347,7 @@ fn say_ready(state: &NodeState, dir: &NodeDir, background: bool) {
 }
 
 /// Returns the roles of a node in the order in which they start.
-fn roles(dir: &NodeDir, config: &Config, identity: &Identity) -> std::result::Result<Vec<RoleSpec>, String> {
+fn roles(dir: &NodeDir, config: &Config, roster: &Roster) -> std::result::Result<Vec<RoleSpec>, String> {
     let targets = |args: &mut Vec<OsString>| {
         for target in &config.targets {
             args.extend(["--target".into(), target.clone().into_os_string()]);
@@ -352,7 +355,7 @@ fn roles(dir: &NodeDir, config: &Config, identity: &Identity) -> std::result::Re
     };
     let spec = |role: Role, args: Vec<OsString>, port: u16| -> std::result::Result<RoleSpec, String> {
         let known_targets = match role {
-            Role::Store | Role::Node => identity.targets().to_vec(),
+            Role::Store | Role::Node => roster.targets().to_vec(),
             Role::Supervisor | Role::Osd => Vec::new(),
         };
         Ok(RoleSpec {
@@ -478,8 +481,8 @@ mod tests {
         for files in steps {
             let (_root, dir) = with_files(&made, files);
             drop(prepare(&dir, &args, "testing").unwrap());
-            let identity = Identity::load(&dir).unwrap().unwrap();
-            let known: Vec<_> = identity.targets().iter().map(|target| target.uuid()).collect();
+            let roster = Roster::load(&dir).unwrap().unwrap();
+            let known: Vec<_> = roster.targets().iter().map(|target| target.uuid()).collect();
             assert_eq!(known, uuids(&dir), "{files:?}");
             assert!(known.iter().all(|uuid| !uuids(&made).contains(uuid)), "{files:?}: all targets are new");
             assert!(dir.config().exists() && making::finish(&dir).unwrap().is_some(), "{files:?}");

@@ -11,13 +11,14 @@ use base::pool::BufferPool;
 use base::process::ProcessUsage;
 use futures::stream::{FuturesUnordered, StreamExt};
 use hdrhistogram::Histogram;
+use identity::{Credentials, Identity, OnlyProcess, Protocol, Trust};
 use messenger::{
     ConnectOptions, ConnectionEvent, Ends, Incoming, Message, NetworkStack, StackOptions, UseAs,
 };
 use wire::BulkDescriptor;
 
 use super::figures::{IdleCost, RpcSample};
-use super::peer::{PeerJob, PeerProcess, resident_bytes, sum};
+use super::peer::{PeerJob, PeerProcess, PeerStack, resident_bytes, sum};
 use super::serve::runtime;
 use super::{RpcArgs, RpcMode, SPIN};
 use crate::copies::{self, MESSENGER, copied_bytes};
@@ -42,11 +43,23 @@ pub fn measure(args: &RpcArgs, spin: bool) -> Result<RpcSample> {
 
 async fn run(args: RpcArgs, spin: bool) -> Result<RpcSample> {
     let spin = if spin { SPIN } else { Duration::ZERO };
-    let options = StackOptions { spin, ..StackOptions::default() };
+    let doing = "making identities for two processes";
+    let (own, peer, dir) = (Identity::generate(), Identity::generate(), tempfile::tempdir().doing(doing)?);
+    let credentials = dir.path().join("peer.toml");
+    let peer_key = peer.key();
+    let of_peer = Credentials { user: "peer".into(), node: own.key(), identity: peer };
+    of_peer.create(&credentials).doing(doing)?;
+    let mut options = StackOptions { spin, ..StackOptions::default() };
+    let accepts = matches!(args.mode, RpcMode::BulkRead | RpcMode::BulkWrite);
+    options.connection.trust = match accepts {
+        true => Trust::server(Protocol::Messenger, &own, Arc::new(OnlyProcess(peer_key))),
+        false => Trust::client(Protocol::Messenger, &own, peer_key),
+    };
     let stack = messenger::open(&args.stack, &options, UseAs::Server).doing("opening the network stack")?;
-    let mut rig = match args.mode {
-        RpcMode::Echo | RpcMode::OneWay => RpcRig::to_server(&args, spin, stack).await?,
-        RpcMode::BulkRead | RpcMode::BulkWrite => RpcRig::to_offerer(&args, spin, stack).await?,
+    let of_peer = PeerStack { name: args.stack.to_string(), spin_us: spin.as_micros() as u64, credentials };
+    let mut rig = match accepts {
+        false => RpcRig::to_server(&args, of_peer, stack).await?,
+        true => RpcRig::to_offerer(&args, of_peer, stack).await?,
     };
     // Run briefly without measuring, so that caches are warm and TCP windows and credits have
     // grown.
@@ -87,11 +100,9 @@ struct RpcRig {
 
 impl RpcRig {
     /// Starts a second process that answers messages, and connects to it.
-    async fn to_server(args: &RpcArgs, spin: Duration, stack: Arc<dyn NetworkStack>) -> Result<RpcRig> {
+    async fn to_server(args: &RpcArgs, of_peer: PeerStack, stack: Arc<dyn NetworkStack>) -> Result<RpcRig> {
         let address = format!("{}:0", bracketed(args));
-        let (stack_name, spin_us) = (args.stack.to_string(), spin.as_micros() as u64);
-        let mut peer =
-            PeerProcess::start(&PeerJob::Serve { stack: stack_name, spin_us, address, mode: args.mode })?;
+        let mut peer = PeerProcess::start(&PeerJob::Serve { stack: of_peer, address, mode: args.mode })?;
         let endpoint = peer.line()?;
         let connecting = stack.connect(&endpoint, ConnectOptions::default()).await;
         let ends = connecting.doing(format!("connecting to {endpoint}"))?;
@@ -99,13 +110,12 @@ impl RpcRig {
     }
 
     /// Starts a second process that offers memory, and accepts its connection.
-    async fn to_offerer(args: &RpcArgs, spin: Duration, stack: Arc<dyn NetworkStack>) -> Result<RpcRig> {
+    async fn to_offerer(args: &RpcArgs, of_peer: PeerStack, stack: Arc<dyn NetworkStack>) -> Result<RpcRig> {
         let address = format!("{}:0", bracketed(args));
         let mut listener = stack.listen(&address).await.doing(format!("listening at {address}"))?;
         let endpoint = listener.endpoint();
         let peer = PeerProcess::start(&PeerJob::Offer {
-            stack: args.stack.to_string(),
-            spin_us: spin.as_micros() as u64,
+            stack: of_peer,
             endpoint: endpoint.clone(),
             mode: args.mode,
             size: args.size.0,

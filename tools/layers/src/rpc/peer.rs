@@ -1,6 +1,7 @@
 //! The second process of a measurement.
 
 use std::io::{BufRead, BufReader, Write};
+use std::path::PathBuf;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
 use base::process::{ProcessUsage, Usage};
@@ -13,13 +14,24 @@ use node::failure::{Doing, Failure, Result};
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub enum PeerJob {
     /// Accept connections of the messenger, and answer their messages as the mode requires.
-    Serve { stack: String, spin_us: u64, address: String, mode: RpcMode },
+    Serve { stack: PeerStack, address: String, mode: RpcMode },
     /// Connect to an endpoint of the messenger, and offer memory for bulk transfers of the mode.
-    Offer { stack: String, spin_us: u64, endpoint: String, mode: RpcMode, size: u64, in_flight: u32 },
+    Offer { stack: PeerStack, endpoint: String, mode: RpcMode, size: u64, in_flight: u32 },
     /// Accept a TCP connection, and send back all bytes that arrive.
     BareEcho { address: String },
     /// Accept a libfabric connection, and expose memory to `fi_read`.
     BareMemory { provider: String, address: String, size: u64, spins: bool },
+}
+
+/// The network stack of the peer process.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct PeerStack {
+    /// The name of the stack.
+    pub name: String,
+    /// Time for which the stack polls before it sleeps, in microseconds.
+    pub spin_us: u64,
+    /// The credential file of the peer process. It names the first process as the node.
+    pub credentials: PathBuf,
 }
 
 /// A handle on the second process. Dropping it ends the process.

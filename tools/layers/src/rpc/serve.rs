@@ -8,12 +8,13 @@ use std::time::Duration;
 use base::BoxFuture;
 use base::block::Payload;
 use base::thread::{self, ThreadClass};
+use identity::{Credentials, OnlyProcess, Protocol, Trust};
 use messenger::{
     BulkRegion, BulkSink, BulkSource, ConnectOptions, Connection, ConnectionEvent, Incoming, Message,
     StackOptions, UseAs,
 };
 
-use super::peer::PeerJob;
+use super::peer::{PeerJob, PeerStack};
 use super::{RpcMode, bare, reference};
 use crate::{copies, output};
 use node::failure::{Doing, Failure, Result};
@@ -28,11 +29,11 @@ pub fn run(job: &str) -> Result<()> {
     copies::record();
     let work = move || -> Result<()> {
         match job {
-            PeerJob::Serve { stack, spin_us, address, mode } => {
-                runtime()?.block_on(spawned(serve(stack, spin_us, address, mode)))
+            PeerJob::Serve { stack, address, mode } => {
+                runtime()?.block_on(spawned(serve(stack, address, mode)))
             }
-            PeerJob::Offer { stack, spin_us, endpoint, mode, size, .. } => {
-                runtime()?.block_on(spawned(offer(stack, spin_us, endpoint, mode, size as usize)))
+            PeerJob::Offer { stack, endpoint, mode, size, .. } => {
+                runtime()?.block_on(spawned(offer(stack, endpoint, mode, size as usize)))
             }
             PeerJob::BareEcho { address } => reference::serve(&address),
             PeerJob::BareMemory { provider, address, size, spins } => {
@@ -60,14 +61,21 @@ async fn spawned(work: impl Future<Output = Result<()>> + Send + 'static) -> Res
     tokio::spawn(work).await.doing("running the second process")?
 }
 
-fn open(stack: &str, spin_us: u64) -> Result<Arc<dyn messenger::NetworkStack>> {
-    let choice = stack.parse().doing("parsing the job of the second process")?;
-    let options = StackOptions { spin: Duration::from_micros(spin_us), ..StackOptions::default() };
+/// Opens the stack of this process, which accepts or dials the first process.
+fn open(stack: &PeerStack, accepts: bool) -> Result<Arc<dyn messenger::NetworkStack>> {
+    let doing = "parsing the job of the second process";
+    let choice = stack.name.parse().doing(doing)?;
+    let Credentials { identity, node, .. } = Credentials::load(&stack.credentials).doing(doing)?;
+    let mut options = StackOptions { spin: Duration::from_micros(stack.spin_us), ..StackOptions::default() };
+    options.connection.trust = match accepts {
+        true => Trust::server(Protocol::Messenger, &identity, Arc::new(OnlyProcess(node))),
+        false => Trust::client(Protocol::Messenger, &identity, node),
+    };
     messenger::open(&choice, &options, UseAs::Server).doing("opening the network stack")
 }
 
-async fn serve(stack: String, spin_us: u64, address: String, mode: RpcMode) -> Result<()> {
-    let stack = open(&stack, spin_us)?;
+async fn serve(stack: PeerStack, address: String, mode: RpcMode) -> Result<()> {
+    let stack = open(&stack, true)?;
     let mut listener = stack.listen(&address).await.doing(format!("listening at {address}"))?;
     output::line(listener.endpoint());
     loop {
@@ -139,8 +147,8 @@ impl BulkSink for Void {
 }
 
 /// Connects to the first process, and offers memory whenever the first process requests it.
-async fn offer(stack: String, spin_us: u64, endpoint: String, mode: RpcMode, size: usize) -> Result<()> {
-    let stack = open(&stack, spin_us)?;
+async fn offer(stack: PeerStack, endpoint: String, mode: RpcMode, size: usize) -> Result<()> {
+    let stack = open(&stack, false)?;
     let connecting = stack.connect(&endpoint, ConnectOptions::default()).await;
     let (connection, mut incoming) = connecting.doing(format!("connecting to {endpoint}"))?;
     let source: Arc<dyn BulkSource> = Arc::new(PreparedData(Payload::compute(0, vec![7; size].into())));

@@ -63,7 +63,8 @@ impl NativeEngine {
     /// # Errors
     /// [`Error::Network`] if the node cannot be reached, [`Error::Node`] if it refuses this client.
     pub async fn connect(endpoint: &str, options: &Options) -> Result<NativeEngine> {
-        let network = StackOptions { source: options.source, ..StackOptions::default() };
+        let mut network = StackOptions { source: options.source, ..StackOptions::default() };
+        network.connection.trust = options.trust.clone();
         let stack = messenger::open(&options.stack, &network, UseAs::Client)?;
         NativeEngine::connect_over(stack, endpoint, options).await
     }

@@ -39,8 +39,7 @@ pub(super) async fn dial(
     options: &Options,
 ) -> Result<DialedConnection> {
     let timeout = options.connect_timeout;
-    let options = ConnectOptions { tenant: options.tenant.clone(), timeout };
-    let (connection, incoming) = stack.connect(endpoint, options).await?;
+    let (connection, incoming) = stack.connect(endpoint, ConnectOptions { timeout }).await?;
     Ok(DialedConnection { connection, incoming, timeout })
 }
 

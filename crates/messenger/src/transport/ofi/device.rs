@@ -19,7 +19,7 @@ use super::endpoint::{OfiEndpoint, Watcher};
 use super::endpoint_of;
 use super::port::Port;
 use crate::transport::packets::{Link, LinkEndpoint};
-use crate::transport::{ConnectClaim, Road, Wire};
+use crate::transport::{AcceptedTicket, ConnectTicket, Road, TicketOffice, Wire};
 
 /// Maximum number of links that are being accepted at a time. At this limit, a new link replaces
 /// the oldest link of its own address, or of an address that holds more than its fair share.
@@ -27,6 +27,9 @@ const SETTLING_MAX: usize = 256;
 
 /// Time after which a link that is still being accepted is dropped.
 const SETTLING_TIME: Duration = Duration::from_secs(10);
+
+/// Name of the protection domains from which this side dials.
+const OWN_TENANT: &str = "";
 
 /// Number of connection events after which the task yields to other tasks.
 const EVENTS: usize = 32;
@@ -53,8 +56,16 @@ struct State {
     /// Connected links.
     links: HashMap<u64, Weak<Link>>,
     last_id: u64,
-    /// Receives accepted links. `None` if this side does not accept links.
-    accepted: Option<mpsc::Sender<io::Result<Wire>>>,
+    /// `None` if this side does not accept links.
+    accepted: Option<Acceptance>,
+}
+
+/// What this side needs to accept links.
+#[derive(Clone)]
+struct Acceptance {
+    /// Receives the accepted links.
+    links: mpsc::Sender<io::Result<Wire>>,
+    tickets: Arc<dyn TicketOffice>,
 }
 
 /// A link that is not connected yet.
@@ -69,7 +80,7 @@ enum SettlingOrigin {
     /// of a failure.
     Dialed(oneshot::Sender<Result<Vec<u8>, String>>),
     /// The peer dialled.
-    Accepted(ConnectClaim, PeerAddress),
+    Accepted(AcceptedTicket, PeerAddress),
 }
 
 impl Device {
@@ -92,9 +103,9 @@ impl Device {
         Ok(device)
     }
 
-    /// Starts to accept peers. Their links are sent to `accepted`.
-    pub(super) fn accept_into(&self, accepted: mpsc::Sender<io::Result<Wire>>) {
-        self.lock().accepted = Some(accepted);
+    /// Starts to accept peers with valid tickets. Their links are sent to `links`.
+    pub(super) fn accept_into(&self, links: mpsc::Sender<io::Result<Wire>>, tickets: Arc<dyn TicketOffice>) {
+        self.lock().accepted = Some(Acceptance { links, tickets });
     }
 
     /// Stops accepting peers.
@@ -174,13 +185,13 @@ impl Device {
     }
 
     /// Connects to the address for which `info` was queried.
-    pub(super) async fn dial(self: &Arc<Self>, info: &Info, claim: &ConnectClaim) -> io::Result<Arc<Link>> {
-        let port = self.port(&claim.tenant, info)?;
+    pub(super) async fn dial(self: &Arc<Self>, info: &Info, ticket: &ConnectTicket) -> io::Result<Arc<Link>> {
+        let port = self.port(OWN_TENANT, info)?;
         let id = self.next_id();
         let endpoint = Endpoint::connecting(info, port.queues(&self.events), id);
         let endpoint = endpoint.inspect_err(|_| port.is_less_used()).map_err(io::Error::other)?;
         let endpoint = LinkEndpoint::Ofi(OfiEndpoint::new(self.watcher(), &port, endpoint));
-        let link = Link::new(endpoint, claim.packet_numbers());
+        let link = Link::new(endpoint, ticket.packet_numbers());
         link.post_first().map_err(io::Error::other)?;
         let (done, connected) = oneshot::channel();
         let guard = SettlingGuard { device: self, id };
@@ -188,7 +199,7 @@ impl Device {
             id,
             Settling { link: Arc::clone(&link), since: Instant::now(), role: SettlingOrigin::Dialed(done) },
         );
-        establish(&link, &encode_claim(claim)).map_err(io::Error::other)?;
+        establish(&link, &ticket.encode()).map_err(io::Error::other)?;
         let answer = connected.await.map_err(|_| io::Error::from(io::ErrorKind::ConnectionAborted))?;
         let answer = answer.map_err(io::Error::other)?;
         drop(guard);
@@ -225,27 +236,29 @@ impl Device {
     }
 
     /// Begins to accept a peer: creates the peer's endpoint in the protection domain of the tenant
-    /// that the peer claims to be.
+    /// that the peer's ticket proves.
     fn answer(self: &Arc<Self>, request: ConnectionRequest) -> io::Result<()> {
-        let claim = decode_claim(request.data())
+        let ticket = ConnectTicket::decode(request.data())
             .ok_or_else(|| io::Error::other("the connect request is malformed"))?;
         self.drop_late();
-        if self.lock().accepted.is_none() {
+        let Some(Acceptance { tickets, .. }) = self.lock().accepted.clone() else {
             return Err(io::Error::other("the listener is closed"));
-        }
+        };
+        let accepted = tickets.redeem(&ticket);
+        let accepted = accepted.ok_or_else(|| io::Error::other("the ticket is not valid"))?;
         let peer = request.info().peer_address().map_or(PeerAddress::Local, |address| address.ip().into());
-        let port = self.port(&claim.tenant, request.info())?;
+        let port = self.port(&accepted.tenant, request.info())?;
         let id = self.next_id();
         let endpoint = Endpoint::answer(request, port.queues(&self.events), id);
         let endpoint = endpoint.inspect_err(|_| port.is_less_used()).map_err(io::Error::other)?;
-        let (peer_token, transport_number) = claim.packet_numbers();
+        let (peer_token, transport_number) = ticket.packet_numbers();
         let own_token: u64 = base::entropy::random();
         let endpoint = LinkEndpoint::Ofi(OfiEndpoint::new(self.watcher(), &port, endpoint));
         let link = Link::new(endpoint, (own_token, transport_number));
         link.set_peer_token(peer_token);
         link.post_first().map_err(io::Error::other)?;
         let now = Instant::now();
-        let role = SettlingOrigin::Accepted(claim, peer);
+        let role = SettlingOrigin::Accepted(accepted, peer);
         let settling = Settling { link: Arc::clone(&link), since: now, role };
         self.admit(id, peer, settling)?;
         establish(&link, &own_token.to_le_bytes()).map_err(|why| {
@@ -296,11 +309,11 @@ impl Device {
             // The dialling caller may have been cancelled; ignore the error, here and below. The
             // link is closed when it is dropped.
             SettlingOrigin::Dialed(done) => drop(done.send(Ok(data))),
-            SettlingOrigin::Accepted(claim, peer) => {
-                let address = format!("{} over {}", claim.tenant, settled.link.provider());
-                let wire = Wire { road: Road::Packets(settled.link), address, peer, claim: Some(claim) };
+            SettlingOrigin::Accepted(ticket, peer) => {
+                let address = format!("{} over {}", ticket.tenant, settled.link.provider());
+                let wire = Wire { road: Road::Packets(settled.link), address, peer, ticket: Some(ticket) };
                 if let Some(accepted) = accepted
-                    && accepted.try_send(Ok(wire)).is_err()
+                    && accepted.links.try_send(Ok(wire)).is_err()
                 {
                     tracing::debug!("a link is dropped, because too many links wait to be accepted");
                 }
@@ -379,22 +392,6 @@ fn establish(link: &Link, data: &[u8]) -> Result<(), String> {
     endpoint_of(link).ok_or("the link is not one of libfabric")?.establish(data)
 }
 
-fn encode_claim(claim: &ConnectClaim) -> Vec<u8> {
-    [&claim.nonce[..], claim.tenant.as_bytes()].concat()
-}
-
-/// Decodes the claim in the data of a connect request. The provider may have appended zeros to the
-/// data.
-fn decode_claim(data: &[u8]) -> Option<ConnectClaim> {
-    let (nonce, name) = data.split_first_chunk::<16>()?;
-    let len = name.iter().rposition(|byte| *byte != 0).map_or(0, |last| last + 1);
-    if len > ConnectClaim::MAX_TENANT {
-        return None;
-    }
-    let tenant = std::str::from_utf8(&name[..len]).ok()?.to_owned();
-    Some(ConnectClaim { tenant, nonce: *nonce })
-}
-
 /// Handles the connection events of a device until the device is dropped or has failed. Sleeps
 /// while the event queue is empty.
 async fn watch(device: Weak<Device>, fd: AsyncFd<Descriptor<EventQueue>>) {
@@ -424,24 +421,5 @@ async fn watch(device: Weak<Device>, fd: AsyncFd<Descriptor<EventQueue>>) {
             () = this.over.notified() => {}
             () = tokio::time::sleep(SETTLING_TIME), if has_settling => {}
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn data_of_a_connect_request_is_decoded_despite_zero_padding_and_refused_if_invalid() {
-        for tenant in ["", "a", &"x".repeat(32)] {
-            let claim = ConnectClaim { tenant: tenant.to_owned(), nonce: [7; 16] };
-            let mut bytes = encode_claim(&claim);
-            assert!(bytes.len() <= 48, "a connect request of rdma_cm has room for 48 bytes");
-            bytes.extend_from_slice(&[0; 30]);
-            assert_eq!(decode_claim(&bytes), Some(claim));
-        }
-        assert_eq!(decode_claim(&[1; 15]), None);
-        assert_eq!(decode_claim(&[b'x'; 16 + 33]), None);
-        assert_eq!(decode_claim(&[0xff; 20]), None);
     }
 }

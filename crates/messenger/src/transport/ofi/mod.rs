@@ -15,8 +15,9 @@
 //! is readable. A packet arrives in a buffer of the pool, and the connection receives it without a
 //! copy. Another buffer replaces the used buffer at once.
 //!
-//! **Trust.** The connect request names the tenant, so that the server creates the endpoint in the
-//! tenant's own protection domain. Packets carry a random token of the connection. A server's
+//! **Trust.** The connect request contains a ticket, which proves the connection and therefore its
+//! tenant. The server creates the endpoint in the tenant's own protection domain, and creates nothing
+//! for a peer without a valid ticket. Packets carry a random token of the connection. A server's
 //! memory is registered for its own use only. Memory that a client exposes is registered for one
 //! transfer, with a random key if the provider permits choosing the key.
 //!
@@ -48,7 +49,7 @@ use tokio::sync::mpsc;
 pub(crate) use endpoint::OfiEndpoint;
 
 use super::packets::{Buffers, Landings, Link, LinkEndpoint};
-use super::{Acceptor, ConnectClaim, Road, Transport, Wire};
+use super::{Acceptor, ConnectTicket, Road, TicketOffice, Transport, Wire};
 use device::Device;
 use endpoint::Watcher;
 
@@ -263,6 +264,7 @@ impl Ofi {
 struct OfiAcceptor {
     library: Library,
     common: Arc<Common>,
+    tickets: Arc<dyn TicketOffice>,
     address: SocketAddr,
     /// `None` after the device has failed, until it is open again.
     open: Option<AcceptQueue>,
@@ -277,11 +279,11 @@ struct AcceptQueue {
 }
 
 impl AcceptQueue {
-    fn new(info: &Info, common: &Arc<Common>) -> io::Result<AcceptQueue> {
+    fn new(info: &Info, common: &Arc<Common>, tickets: &Arc<dyn TicketOffice>) -> io::Result<AcceptQueue> {
         let device = Device::open(info, Arc::clone(common))?;
         common.control.watch(&device);
         let (accepted, wires) = mpsc::channel(BACKLOG);
-        device.accept_into(accepted);
+        device.accept_into(accepted, Arc::clone(tickets));
         let listener = FabricListener::open(info, &device.events).map_err(io::Error::other)?;
         Ok(AcceptQueue { wires, listener, device })
     }
@@ -299,32 +301,42 @@ impl OfiAcceptor {
         let query = self.common.config.query(EndpointAddress::Listen(self.address));
         let infos = self.library.query(&query).map_err(io::Error::other)?;
         let info = infos.first().ok_or(io::ErrorKind::AddrNotAvailable)?;
-        self.open = Some(AcceptQueue::new(info, &self.common)?);
+        self.open = Some(AcceptQueue::new(info, &self.common, &self.tickets)?);
         Ok(())
     }
 }
 
 impl Transport for Ofi {
-    fn bind<'a>(&'a self, address: &'a str) -> BoxFuture<'a, io::Result<Box<dyn Acceptor>>> {
+    fn bind<'a>(
+        &'a self,
+        address: &'a str,
+        tickets: Arc<dyn TicketOffice>,
+    ) -> BoxFuture<'a, io::Result<Box<dyn Acceptor>>> {
         Box::pin(async move {
             let info = self.query(address, EndpointAddress::Listen).await?;
-            let open = AcceptQueue::new(&info, &self.common)?;
+            let open = AcceptQueue::new(&info, &self.common, &tickets)?;
             let address = open.listener.address();
             let (library, common) = (self.library, Arc::clone(&self.common));
-            Ok(Box::new(OfiAcceptor { library, common, address, open: Some(open) }) as Box<dyn Acceptor>)
+            Ok(Box::new(OfiAcceptor { library, common, tickets, address, open: Some(open) })
+                as Box<dyn Acceptor>)
         })
     }
 
-    fn dial<'a>(&'a self, endpoint: &'a str, claim: &'a ConnectClaim) -> BoxFuture<'a, io::Result<Wire>> {
+    fn dial<'a>(
+        &'a self,
+        endpoint: &'a str,
+        ticket: Option<&'a ConnectTicket>,
+    ) -> BoxFuture<'a, io::Result<Wire>> {
         Box::pin(async move {
+            let ticket = ticket.ok_or(io::ErrorKind::InvalidInput)?;
             if self.common.control.refuses.load(Ordering::Relaxed) {
                 return Err(io::ErrorKind::ConnectionRefused.into());
             }
             let info = self.query(endpoint, EndpointAddress::Connect).await?;
             let device = self.dialing(&info)?;
-            let link = device.dial(&info, claim).await.inspect_err(|_| device.is_less_used())?;
+            let link = device.dial(&info, ticket).await.inspect_err(|_| device.is_less_used())?;
             let (road, address) = (Road::Packets(link), endpoint.to_owned());
-            Ok(Wire { road, address, peer: PeerAddress::Local, claim: None })
+            Ok(Wire { road, address, peer: PeerAddress::Local, ticket: None })
         })
     }
 }

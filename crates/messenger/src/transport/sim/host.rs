@@ -17,7 +17,7 @@ use super::SimNetwork;
 use super::endpoint::{LinkMemory, SimEndpoint};
 use super::state::{Address, DialState, EndIndex, ProcessId, State, TransportId};
 use crate::transport::packets::{Link, LinkEndpoint};
-use crate::transport::{Acceptor, ConnectClaim, Road, Transport, Wire};
+use crate::transport::{Acceptor, ConnectTicket, Road, TicketOffice, Transport, Wire};
 use crate::{ConnectionConfig, Path, SimStack, StreamStack};
 
 /// A process on a host of a simulated network.
@@ -108,13 +108,13 @@ impl SimHost {
         Ok(end)
     }
 
-    /// Sends a connect request to `endpoint`: with a claim for a link, without for a stream.
-    async fn request(&self, endpoint: &str, claim: Option<&ConnectClaim>) -> io::Result<TransportId> {
+    /// Sends a connect request to `endpoint`: with a ticket for a link, without for a stream.
+    async fn request(&self, endpoint: &str, ticket: Option<&ConnectTicket>) -> io::Result<TransportId> {
         if !self.is_alive() {
             return std::future::pending().await;
         }
         let to = self.with(|state| state.resolve(endpoint)).ok_or(io::ErrorKind::AddrNotAvailable)?;
-        Ok(self.with(|state| state.dial(self.process, to, claim.cloned())))
+        Ok(self.with(|state| state.dial(self.process, to, ticket.cloned())))
     }
 
     /// Waits for the answer to a connect request.
@@ -148,14 +148,22 @@ impl fmt::Debug for SimHost {
 pub struct SimStreams(SimHost);
 
 impl Transport for SimStreams {
-    fn bind<'a>(&'a self, address: &'a str) -> BoxFuture<'a, io::Result<Box<dyn Acceptor>>> {
+    fn bind<'a>(
+        &'a self,
+        address: &'a str,
+        _: Arc<dyn TicketOffice>,
+    ) -> BoxFuture<'a, io::Result<Box<dyn Acceptor>>> {
         Box::pin(async move {
             let address = self.0.listen(address, false)?;
             Ok(Box::new(SimAcceptor { host: self.0.clone(), address }) as Box<dyn Acceptor>)
         })
     }
 
-    fn dial<'a>(&'a self, endpoint: &'a str, _: &'a ConnectClaim) -> BoxFuture<'a, io::Result<Wire>> {
+    fn dial<'a>(
+        &'a self,
+        endpoint: &'a str,
+        _: Option<&'a ConnectTicket>,
+    ) -> BoxFuture<'a, io::Result<Wire>> {
         Box::pin(async move { Ok(self.0.dial(endpoint).await?.into_wire(endpoint.to_owned())) })
     }
 }
@@ -219,22 +227,31 @@ impl fmt::Debug for SimPackets {
 }
 
 impl Transport for SimPackets {
-    fn bind<'a>(&'a self, address: &'a str) -> BoxFuture<'a, io::Result<Box<dyn Acceptor>>> {
+    fn bind<'a>(
+        &'a self,
+        address: &'a str,
+        tickets: Arc<dyn TicketOffice>,
+    ) -> BoxFuture<'a, io::Result<Box<dyn Acceptor>>> {
         Box::pin(async move {
             let address = self.host.listen(address, true)?;
-            Ok(Box::new(LinkAcceptor { packets: self.clone(), address }) as Box<dyn Acceptor>)
+            Ok(Box::new(LinkAcceptor { packets: self.clone(), address, tickets }) as Box<dyn Acceptor>)
         })
     }
 
-    fn dial<'a>(&'a self, endpoint: &'a str, claim: &'a ConnectClaim) -> BoxFuture<'a, io::Result<Wire>> {
+    fn dial<'a>(
+        &'a self,
+        endpoint: &'a str,
+        ticket: Option<&'a ConnectTicket>,
+    ) -> BoxFuture<'a, io::Result<Wire>> {
         Box::pin(async move {
-            let id = self.host.request(endpoint, Some(claim)).await?;
-            let link = self.link(id, 0, claim.packet_numbers())?;
+            let ticket = ticket.ok_or(io::ErrorKind::InvalidInput)?;
+            let id = self.host.request(endpoint, Some(ticket)).await?;
+            let link = self.link(id, 0, ticket.packet_numbers())?;
             self.host.answered(id).await?;
             let token = self.host.with(|state| Some(state.transports.get(&id)?.link.as_ref()?.accept_token));
             link.set_peer_token(token.ok_or(io::ErrorKind::ConnectionReset)?);
             let (road, address) = (Road::Packets(link), endpoint.to_owned());
-            Ok(Wire { road, address, peer: PeerAddress::Local, claim: None })
+            Ok(Wire { road, address, peer: PeerAddress::Local, ticket: None })
         })
     }
 }
@@ -243,6 +260,7 @@ impl Transport for SimPackets {
 struct LinkAcceptor {
     packets: SimPackets,
     address: Address,
+    tickets: Arc<dyn TicketOffice>,
 }
 
 impl Acceptor for LinkAcceptor {
@@ -252,7 +270,7 @@ impl Acceptor for LinkAcceptor {
 
     fn accept(&mut self) -> BoxFuture<'_, io::Result<Wire>> {
         Box::pin(async {
-            let LinkAcceptor { packets, address } = self;
+            let LinkAcceptor { packets, address, tickets } = self;
             let host = &packets.host;
             let accepted = poll_fn(|cx| {
                 host.with(|state| {
@@ -260,27 +278,30 @@ impl Acceptor for LinkAcceptor {
                         // A transport that has ended meanwhile is skipped.
                         let Some(transport) = state.transports.get(&id) else { continue };
                         let Some(link) = &transport.link else { continue };
-                        let (peer, claim) = (transport.ends[0].host, link.claim.clone());
-                        return Poll::Ready((id, peer, claim, link.accept_token));
+                        let Some(accepted) = tickets.redeem(&link.ticket) else {
+                            state.decline(id);
+                            continue;
+                        };
+                        let (peer, numbers) = (transport.ends[0].host, link.ticket.packet_numbers());
+                        return Poll::Ready((id, peer, accepted, numbers, link.accept_token));
                     }
                     Poll::Pending
                 })
             });
-            let (id, peer, claim, own_token) = accepted.await;
-            let (peer_token, transport_number) = claim.packet_numbers();
+            let (id, peer, ticket, (peer_token, transport_number), own_token) = accepted.await;
             let link = packets.link(id, 1, (own_token, transport_number))?;
             link.set_peer_token(peer_token);
             host.with(|state| state.answer(id));
-            let address = format!("{} over {}", claim.tenant, link.provider());
+            let address = format!("{} over {}", ticket.tenant, link.provider());
             let (road, peer) = (Road::Packets(link), State::ip(peer).into());
-            Ok(Wire { road, address, peer, claim: Some(claim) })
+            Ok(Wire { road, address, peer, ticket: Some(ticket) })
         })
     }
 }
 
 impl Drop for LinkAcceptor {
     fn drop(&mut self) {
-        let Self { packets: SimPackets { host, .. }, address } = self;
+        let Self { packets: SimPackets { host, .. }, address, .. } = self;
         host.with(|state| state.unlisten_of(host.process, *address));
     }
 }

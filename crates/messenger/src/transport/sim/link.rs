@@ -18,7 +18,7 @@ use rand::Rng;
 use super::faults::count;
 use super::state::{EndIndex, ProcessId, SimEvent, State, TransportId};
 use super::stream::StreamPiece;
-use crate::transport::ConnectClaim;
+use crate::transport::ConnectTicket;
 use crate::transport::packets::RemoteRange;
 
 /// Maximum number of bytes of a one-sided transfer that move together.
@@ -38,7 +38,7 @@ const CHUNK_PAUSE: Duration = Duration::from_millis(2);
 
 /// What a link has in addition to the pieces in flight.
 pub(super) struct SimLink {
-    pub(super) claim: ConnectClaim,
+    pub(super) ticket: ConnectTicket,
     /// The token that packets to the accepting end carry.
     pub(super) accept_token: u64,
     /// Whether the link completes sends and writes before they have arrived, and continues accesses
@@ -151,9 +151,9 @@ impl LinkOperation {
 }
 
 impl State {
-    pub(super) fn new_link(&mut self, claim: ConnectClaim) -> SimLink {
+    pub(super) fn new_link(&mut self, ticket: ConnectTicket) -> SimLink {
         SimLink {
-            claim,
+            ticket,
             accept_token: self.random.random(),
             is_software: self.random.random_bool(0.5),
             ends: [LinkEnd::default(), LinkEnd::default()],

@@ -17,7 +17,7 @@ use super::CutKind;
 use super::faults::{SimCounts, SimFaults, SimRoute, count};
 use super::link::{ExposedRegion, KeptMemory, SimLink};
 use super::stream::SimStream;
-use crate::transport::ConnectClaim;
+use crate::transport::ConnectTicket;
 
 /// Maximum number of transports that wait to be accepted.
 const BACKLOG: usize = 128;
@@ -433,12 +433,12 @@ impl State {
         next
     }
 
-    /// Sends a connect request: with a claim for a link, without for a stream.
+    /// Sends a connect request: with a ticket for a link, without for a stream.
     pub(super) fn dial(
         &mut self,
         process: ProcessId,
         to: Address,
-        claim: Option<ConnectClaim>,
+        ticket: Option<ConnectTicket>,
     ) -> TransportId {
         self.last_transport += 1;
         let id = self.last_transport;
@@ -447,7 +447,7 @@ impl State {
         // The accepting process is known when the listener answers.
         let accepting = SimEnd { process: usize::MAX, host: to.0, ..SimEnd::default() };
         let stream = SimStream::new(self);
-        let link = claim.map(|claim| self.new_link(claim));
+        let link = ticket.map(|ticket| self.new_link(ticket));
         let dialing_state = DialState::Pending;
         self.transports.insert(
             id,
@@ -500,6 +500,11 @@ impl State {
         // No data arrives before the answer.
         transport.stream.directions[1].last_arrival = at;
         self.schedule(at, SimEvent::Answer(id));
+    }
+
+    /// Declines a connect request.
+    pub(super) fn decline(&mut self, id: TransportId) {
+        self.settle(id, DialState::Refused);
     }
 
     fn on_answer(&mut self, id: TransportId) {

@@ -1,4 +1,4 @@
-//! The node's identity: its UUID and the targets that belong to it, in the file `node.json`.
+//! The node's roster: its UUID and the targets that belong to it, in the file `node.json`.
 //!
 //! `node.json` is beside the configuration, and not in `run/`, because `run/` may be deleted while
 //! the node is stopped. The first `up` writes the file before a client can store data
@@ -10,9 +10,9 @@
 //! paths.
 //!
 //! Older versions of Outboard have no `node.json`. The first start with this version derives the
-//! identity from the superblocks of the targets, and from `run/state.json` for targets that cannot
+//! roster from the superblocks of the targets, and from `run/state.json` for targets that cannot
 //! be read. The supervisor writes the file only after the osd has accepted the targets, because a
-//! foreign target must not become part of the identity.
+//! foreign target must not become part of the roster.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -32,12 +32,12 @@ use super::state::{MountedTarget, NodeState};
 /// Format version of the file.
 const FORMAT: u32 = 1;
 
-/// Reason why the identity of a node, or its targets, cannot be determined.
+/// Reason why the roster of a node, or its targets, cannot be determined.
 #[derive(Debug, thiserror::Error)]
-pub enum IdentityError {
+pub enum RosterError {
     /// The file cannot be read, or is invalid.
     #[error(
-        "the node's identity {} cannot be read: {why}; restore the file from a backup, or, if all targets are present, remove it: the next `outboard up` rebuilds it from the targets",
+        "the node's roster {} cannot be read: {why}; restore the file from a backup, or, if all targets are present, remove it: the next `outboard up` rebuilds it from the targets",
         path.display()
     )]
     Damaged {
@@ -48,7 +48,7 @@ pub enum IdentityError {
     },
     /// A later version of Outboard has written the file.
     #[error(
-        "the node's identity {} has format {found}, but this program reads format {FORMAT}; use the version of Outboard that wrote the file",
+        "the node's roster {} has format {found}, but this program reads format {FORMAT}; use the version of Outboard that wrote the file",
         path.display()
     )]
     Format {
@@ -59,7 +59,7 @@ pub enum IdentityError {
     },
     /// The configuration has more or fewer targets than the node.
     #[error(
-        "the configuration names {configured} targets, but the node's identity {} names {recorded}; restore the list `targets` in outboard.toml, because the number of targets is fixed",
+        "the configuration names {configured} targets, but the node's roster {} names {recorded}; restore the list `targets` in outboard.toml, because the number of targets is fixed",
         path.display()
     )]
     Count {
@@ -135,9 +135,9 @@ pub enum IdentityError {
         /// The store's error.
         source: StoreError,
     },
-    /// The node's identity was not recorded yet.
+    /// The node's roster was not recorded yet.
     #[error(
-        "the node's identity {} is missing; start the node, which writes the file: outboard up; if the node is running, stop it first: outboard down",
+        "the node's roster {} is missing; start the node, which writes the file: outboard up; if the node is running, stop it first: outboard down",
         path.display()
     )]
     NoFile {
@@ -174,7 +174,7 @@ pub struct KnownTarget {
     forgotten: bool,
 }
 
-/// What the role that serves clients must know of the node's identity before it starts.
+/// What the role that serves clients must know of the node's roster before it starts.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ExpectedNode {
     /// UUID of the node; `None` if the node has never run.
@@ -225,7 +225,7 @@ impl FromStr for KnownTarget {
 
 /// The content of `node.json`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Identity {
+pub struct Roster {
     /// Format version of the file.
     format: u32,
     /// UUID of the node; `None` before the osd has started for the first time.
@@ -235,23 +235,23 @@ pub struct Identity {
     targets: Vec<KnownTarget>,
 }
 
-/// The identity of a node, and its relation to the targets that are present.
+/// The roster of a node, and its relation to the targets that are present.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Settled {
-    /// The identity. Its paths are the configured paths.
-    pub identity: Identity,
-    /// Whether `node.json` contains exactly this identity.
+    /// The roster. Its paths are the configured paths.
+    pub roster: Roster,
+    /// Whether `node.json` contains exactly this roster.
     pub is_recorded: bool,
-    /// Whether `node.json` exists. If not, the identity was derived from the targets.
+    /// Whether `node.json` exists. If not, the roster was derived from the targets.
     pub has_file: bool,
     /// Messages for the operator about targets that have moved or are not used.
     pub notes: Vec<String>,
 }
 
-impl Identity {
-    /// Creates the identity of a node with these targets.
-    pub fn new(targets: Vec<KnownTarget>) -> Identity {
-        Identity { format: FORMAT, node: None, targets }
+impl Roster {
+    /// Creates the roster of a node with these targets.
+    pub fn new(targets: Vec<KnownTarget>) -> Roster {
+        Roster { format: FORMAT, node: None, targets }
     }
 
     /// Returns the targets, in the order of the configuration.
@@ -259,17 +259,17 @@ impl Identity {
         &self.targets
     }
 
-    /// Reads the identity of the node in `dir`; `None` if the file does not exist.
+    /// Reads the roster of the node in `dir`; `None` if the file does not exist.
     ///
     /// # Errors
     /// If the file cannot be read, is damaged, or has another format.
-    pub fn load(dir: &NodeDir) -> Result<Option<Identity>, IdentityError> {
+    pub fn load(dir: &NodeDir) -> Result<Option<Roster>, RosterError> {
         #[derive(Deserialize)]
         struct FormatVersion {
             format: u32,
         }
-        let path = dir.identity();
-        let damaged = |why: String| IdentityError::Damaged { path: path.clone(), why };
+        let path = dir.roster();
+        let damaged = |why: String| RosterError::Damaged { path: path.clone(), why };
         let text = match std::fs::read(&path) {
             Ok(text) => text,
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
@@ -278,7 +278,7 @@ impl Identity {
         // A later format may have other fields, so read the version first.
         let version: FormatVersion = serde_json::from_slice(&text).map_err(|e| damaged(e.to_string()))?;
         if version.format != FORMAT {
-            return Err(IdentityError::Format { path, found: version.format });
+            return Err(RosterError::Format { path, found: version.format });
         }
         serde_json::from_slice(&text).map(Some).map_err(|e| damaged(e.to_string()))
     }
@@ -289,22 +289,22 @@ impl Identity {
     /// If the operating system reports an error.
     pub fn save(&self, dir: &NodeDir) -> Result<(), DirError> {
         let text = serde_json::to_string_pretty(self).expect("plain data has a JSON form") + "\n";
-        replace_file(&dir.identity(), &text)
+        replace_file(&dir.roster(), &text)
     }
 
-    /// Reads the identity of the node in `dir`.
+    /// Reads the roster of the node in `dir`.
     ///
     /// # Errors
     /// If the file is missing, cannot be read, is damaged, or has another format.
-    pub fn load_existing(dir: &NodeDir) -> Result<Identity, IdentityError> {
-        Identity::load(dir)?.ok_or_else(|| IdentityError::NoFile { path: dir.identity() })
+    pub fn load_existing(dir: &NodeDir) -> Result<Roster, RosterError> {
+        Roster::load(dir)?.ok_or_else(|| RosterError::NoFile { path: dir.roster() })
     }
 
     /// Returns the target with this number.
     ///
     /// # Errors
-    /// [`IdentityError::NoTarget`] if there is none.
-    pub fn target(&self, number: u32) -> Result<&KnownTarget, IdentityError> {
+    /// [`RosterError::NoTarget`] if there is none.
+    pub fn target(&self, number: u32) -> Result<&KnownTarget, RosterError> {
         self.position(number).map(|at| &self.targets[at])
     }
 
@@ -312,12 +312,12 @@ impl Identity {
     ///
     /// # Errors
     /// If there is no such target, or if its path contains another target of the node.
-    pub fn place_of(&self, dir: &NodeDir, number: u32) -> Result<PathBuf, IdentityError> {
+    pub fn place_of(&self, dir: &NodeDir, number: u32) -> Result<PathBuf, RosterError> {
         let target = self.target(number)?;
         let path = dir.path().join(target.path());
         match BlockStore::uuid_at(&path) {
             Ok(found) if found != target.uuid && self.targets.iter().any(|other| other.uuid == found) => {
-                Err(IdentityError::Occupied { path, found })
+                Err(RosterError::Occupied { path, found })
             }
             _ => Ok(path),
         }
@@ -325,27 +325,27 @@ impl Identity {
 
     /// Returns the position of the target with this number. Before the osd has announced the numbers,
     /// they are the positions.
-    fn position(&self, number: u32) -> Result<usize, IdentityError> {
+    fn position(&self, number: u32) -> Result<usize, RosterError> {
         let is_numbered = self.targets.iter().any(|target| target.number.is_some());
         let found = match is_numbered {
             true => self.targets.iter().position(|target| target.number == Some(number)),
             false => Some(number as usize).filter(|at| *at < self.targets.len()),
         };
         let last = self.targets.len().saturating_sub(1);
-        found.ok_or(IdentityError::NoTarget { number, last })
+        found.ok_or(RosterError::NoTarget { number, last })
     }
 
     /// Records that the target with the UUID `uuid` has taken the number and the path of a lost target.
     ///
     /// # Errors
     /// If there is no target with this number, or if the file is missing or cannot be read or written.
-    pub fn replace_target(dir: &NodeDir, number: u32, uuid: Uuid) -> Result<(), IdentityError> {
+    pub fn replace_target(dir: &NodeDir, number: u32, uuid: Uuid) -> Result<(), RosterError> {
         let _lock = lock(dir)?;
-        let mut identity = Identity::load_existing(dir)?;
-        let at = identity.position(number)?;
-        let target = &mut identity.targets[at];
+        let mut roster = Roster::load_existing(dir)?;
+        let at = roster.position(number)?;
+        let target = &mut roster.targets[at];
         *target = KnownTarget { number: target.number, ..KnownTarget::new(target.path.clone(), uuid) };
-        Ok(identity.save(dir)?)
+        Ok(roster.save(dir)?)
     }
 
     /// Records that the operator accepts the loss of what only target `number` has. The osd learns it
@@ -353,13 +353,13 @@ impl Identity {
     ///
     /// # Errors
     /// If there is no such target, or if the file is missing or cannot be read or written.
-    pub fn forget_target(dir: &NodeDir, number: u32) -> Result<KnownTarget, IdentityError> {
+    pub fn forget_target(dir: &NodeDir, number: u32) -> Result<KnownTarget, RosterError> {
         let _lock = lock(dir)?;
-        let mut identity = Identity::load_existing(dir)?;
-        let at = identity.position(number)?;
-        identity.targets[at].forgotten = true;
-        let target = identity.targets[at].clone();
-        identity.save(dir)?;
+        let mut roster = Roster::load_existing(dir)?;
+        let at = roster.position(number)?;
+        roster.targets[at].forgotten = true;
+        let target = roster.targets[at].clone();
+        roster.save(dir)?;
         Ok(target)
     }
 
@@ -378,12 +378,12 @@ impl Identity {
     ///
     /// # Errors
     /// If the file cannot be read or written.
-    pub fn osd_knows(dir: &NodeDir, forgotten: &[Uuid]) -> Result<(), IdentityError> {
+    pub fn osd_knows(dir: &NodeDir, forgotten: &[Uuid]) -> Result<(), RosterError> {
         let _lock = lock(dir)?;
-        let Some(mut identity) = Identity::load(dir)? else { return Ok(()) };
-        let known = identity.targets.iter_mut().filter(|target| forgotten.contains(&target.uuid));
+        let Some(mut roster) = Roster::load(dir)? else { return Ok(()) };
+        let known = roster.targets.iter_mut().filter(|target| forgotten.contains(&target.uuid));
         known.for_each(|target| target.forgotten = false);
-        Ok(identity.save(dir)?)
+        Ok(roster.save(dir)?)
     }
 
     /// Adds the UUID of the node and the numbers of the targets to the file, and creates the file if it
@@ -392,20 +392,20 @@ impl Identity {
     ///
     /// # Errors
     /// If the file cannot be read or written.
-    pub fn record(&self, dir: &NodeDir, node: Option<Uuid>, numbered: &[Uuid]) -> Result<(), IdentityError> {
+    pub fn record(&self, dir: &NodeDir, node: Option<Uuid>, numbered: &[Uuid]) -> Result<(), RosterError> {
         let _lock = lock(dir)?;
-        let recorded = Identity::load(dir)?;
+        let recorded = Roster::load(dir)?;
         // `target replace` may have changed the file.
         let current = recorded.as_ref().unwrap_or(self);
-        let mut identity = Identity { node: node.or(current.node), ..current.clone() };
-        for target in &mut identity.targets {
+        let mut roster = Roster { node: node.or(current.node), ..current.clone() };
+        for target in &mut roster.targets {
             let number = numbered.iter().position(|uuid| *uuid == target.uuid).map(|at| at as u32);
             target.number = number.or(target.number);
         }
-        if recorded.as_ref() == Some(&identity) {
+        if recorded.as_ref() == Some(&roster) {
             return Ok(());
         }
-        Ok(identity.save(dir)?)
+        Ok(roster.save(dir)?)
     }
 
     /// Determines which of the node's targets belongs to each of `paths`, where the targets `found`
@@ -442,22 +442,22 @@ fn lock(dir: &NodeDir) -> Result<File, DirError> {
 /// `run/state.json` of an older version. An unreadable record counts.
 pub fn is_recorded(dir: &NodeDir) -> bool {
     let in_state = || NodeState::load(dir).is_none_or(|state| !state.targets.is_empty());
-    dir.identity().exists() || (dir.state().exists() && in_state())
+    dir.roster().exists() || (dir.state().exists() && in_state())
 }
 
-/// Determines the identity of an existing node, whose configuration names the targets `paths`. No
+/// Determines the roster of an existing node, whose configuration names the targets `paths`. No
 /// process may use the targets. Changes no file.
 ///
 /// # Errors
-/// If the identity is damaged, unknown or contradicts the configuration, or if no target of the
+/// If the roster is damaged, unknown or contradicts the configuration, or if no target of the
 /// node is present.
-pub fn settle(dir: &NodeDir, paths: &[PathBuf]) -> Result<Settled, IdentityError> {
-    let recorded = Identity::load(dir)?;
+pub fn settle(dir: &NodeDir, paths: &[PathBuf]) -> Result<Settled, RosterError> {
+    let recorded = Roster::load(dir)?;
     let seen = look(dir, paths)?;
     let Some(recorded) = recorded else { return adopt(dir, paths, &seen) };
     if recorded.targets.len() != paths.len() {
         let (recorded, configured) = (recorded.targets.len(), paths.len());
-        return Err(IdentityError::Count { path: dir.identity(), recorded, configured });
+        return Err(RosterError::Count { path: dir.roster(), recorded, configured });
     }
     let found: Vec<Option<Uuid>> = seen.iter().map(|seen| seen.as_ref().ok().copied()).collect();
     let uuids = recorded.assign(paths, &found);
@@ -466,8 +466,8 @@ pub fn settle(dir: &NodeDir, paths: &[PathBuf]) -> Result<Settled, IdentityError
         let path = dir.path().join(path);
         let error = match seen {
             Ok(found) if found == expected => continue,
-            Ok(found) => IdentityError::Foreign { path, found: *found, expected: *expected },
-            Err(_) if !path.exists() => IdentityError::Missing { path },
+            Ok(found) => RosterError::Foreign { path, found: *found, expected: *expected },
+            Err(_) if !path.exists() => RosterError::Missing { path },
             // The role that mounts the target reports why it cannot be used.
             Err(_) => continue,
         };
@@ -482,37 +482,37 @@ pub fn settle(dir: &NodeDir, paths: &[PathBuf]) -> Result<Settled, IdentityError
         known.map_or(KnownTarget::new(path.clone(), uuid), |known| KnownTarget { path, ..known.clone() })
     };
     let targets = paths.iter().cloned().zip(uuids).map(target).collect();
-    let identity = Identity { targets, ..recorded.clone() };
-    Ok(Settled { is_recorded: identity == recorded, identity, has_file: true, notes })
+    let roster = Roster { targets, ..recorded.clone() };
+    Ok(Settled { is_recorded: roster == recorded, roster, has_file: true, notes })
 }
 
 /// Reads the UUIDs of the targets at `paths`.
-fn look(dir: &NodeDir, paths: &[PathBuf]) -> Result<Vec<Result<Uuid, StoreError>>, IdentityError> {
+fn look(dir: &NodeDir, paths: &[PathBuf]) -> Result<Vec<Result<Uuid, StoreError>>, RosterError> {
     let mut seen: Vec<Result<Uuid, StoreError>> = Vec::new();
     for path in paths {
         let full = dir.path().join(path);
         let found = match BlockStore::uuid_at(&full) {
-            Err(source @ StoreError::InUse(_)) => return Err(IdentityError::InUse { path: full, source }),
+            Err(source @ StoreError::InUse(_)) => return Err(RosterError::InUse { path: full, source }),
             found => found,
         };
         if let Ok(uuid) = &found
             && let Some(other) = seen.iter().position(|seen| seen.as_ref().ok() == Some(uuid))
         {
             let paths = [dir.path().join(&paths[other]), full];
-            return Err(IdentityError::Twice { paths, uuid: *uuid });
+            return Err(RosterError::Twice { paths, uuid: *uuid });
         }
         seen.push(found);
     }
     Ok(seen)
 }
 
-/// Derives the identity of a node without `node.json` from its targets, and from the
+/// Derives the roster of a node without `node.json` from its targets, and from the
 /// `run/state.json` of an older version for targets that cannot be read.
 fn adopt(
     dir: &NodeDir,
     paths: &[PathBuf],
     seen: &[Result<Uuid, StoreError>],
-) -> Result<Settled, IdentityError> {
+) -> Result<Settled, RosterError> {
     let last = NodeState::load(dir).map(|state| state.targets).unwrap_or_default();
     let (mut targets, mut notes) = (Vec::new(), Vec::new());
     for (path, seen) in paths.iter().zip(seen) {
@@ -521,25 +521,25 @@ fn adopt(
             (Ok(uuid), _) => *uuid,
             (Err(_), Some(target)) => {
                 if !full.exists() {
-                    notes.push(without(&IdentityError::Missing { path: full }));
+                    notes.push(without(&RosterError::Missing { path: full }));
                 }
                 target.uuid
             }
             (Err(e), None) => {
-                let file = dir.identity();
-                return Err(IdentityError::Unrecorded { path: full, why: e.to_string(), file });
+                let file = dir.roster();
+                return Err(RosterError::Unrecorded { path: full, why: e.to_string(), file });
             }
         };
         targets.push(KnownTarget::new(path.clone(), uuid));
     }
     if notes.len() == paths.len() {
-        return Err(IdentityError::Missing { path: dir.path().join(&paths[0]) });
+        return Err(RosterError::Missing { path: dir.path().join(&paths[0]) });
     }
-    Ok(Settled { identity: Identity::new(targets), is_recorded: false, has_file: false, notes })
+    Ok(Settled { roster: Roster::new(targets), is_recorded: false, has_file: false, notes })
 }
 
 /// Returns the message that the node starts without a target for this reason.
-fn without(error: &IdentityError) -> String {
+fn without(error: &RosterError) -> String {
     format!("the node starts without a target: {error}")
 }
 
@@ -552,10 +552,10 @@ mod tests {
     }
 
     fn assigned(paths: &[&str], found: &[u128]) -> Vec<u128> {
-        let identity = Identity::new(vec![target("a", 1), target("b", 2), target("c", 3)]);
+        let roster = Roster::new(vec![target("a", 1), target("b", 2), target("c", 3)]);
         let paths: Vec<PathBuf> = paths.iter().map(PathBuf::from).collect();
         let found: Vec<_> = found.iter().map(|n| (*n > 0).then_some(Uuid::from_u128(*n))).collect();
-        identity.assign(&paths, &found).iter().map(Uuid::as_u128).collect()
+        roster.assign(&paths, &found).iter().map(Uuid::as_u128).collect()
     }
 
     #[test]
@@ -579,45 +579,45 @@ mod tests {
         let dir = NodeDir::create(root.path()).unwrap();
         let (a, b, c) = (Uuid::from_u128(1), Uuid::from_u128(2), Uuid::from_u128(3));
         // The osd numbers the targets differently, because they had other paths when the node was made.
-        Identity::new(vec![target("a", 1), target("b", 2)]).record(&dir, None, &[b, a]).unwrap();
-        let uuid_of = |number| Identity::load_existing(&dir).unwrap().target(number).map(KnownTarget::uuid);
+        Roster::new(vec![target("a", 1), target("b", 2)]).record(&dir, None, &[b, a]).unwrap();
+        let uuid_of = |number| Roster::load_existing(&dir).unwrap().target(number).map(KnownTarget::uuid);
         assert_eq!((uuid_of(0).unwrap(), uuid_of(1).unwrap()), (b, a));
-        assert_eq!(Identity::forget_target(&dir, 0).unwrap().path(), Path::new("b"));
-        Identity::replace_target(&dir, 0, c).unwrap();
-        let identity = Identity::load_existing(&dir).unwrap();
-        assert_eq!((identity.target(0).unwrap().path(), uuid_of(0).unwrap()), (Path::new("b"), c));
-        assert!(identity.forgotten().is_empty());
-        assert!(matches!(uuid_of(2), Err(IdentityError::NoTarget { number: 2, last: 1 })));
+        assert_eq!(Roster::forget_target(&dir, 0).unwrap().path(), Path::new("b"));
+        Roster::replace_target(&dir, 0, c).unwrap();
+        let roster = Roster::load_existing(&dir).unwrap();
+        assert_eq!((roster.target(0).unwrap().path(), uuid_of(0).unwrap()), (Path::new("b"), c));
+        assert!(roster.forgotten().is_empty());
+        assert!(matches!(uuid_of(2), Err(RosterError::NoTarget { number: 2, last: 1 })));
     }
 
     #[test]
-    fn a_saved_identity_can_be_loaded_and_a_damaged_one_is_an_error() {
+    fn a_saved_roster_can_be_loaded_and_a_damaged_one_is_an_error() {
         let root = tempfile::tempdir().unwrap();
         let dir = NodeDir::create(root.path()).unwrap();
-        assert_eq!(Identity::load(&dir).unwrap(), None);
-        let identity = Identity::new(vec![target("targets/0.img", 1), target("/dev/b", 2)]);
-        identity.record(&dir, None, &[]).unwrap();
-        assert_eq!(Identity::load(&dir).unwrap().as_ref(), Some(&identity));
-        Identity::replace_target(&dir, 1, Uuid::from_u128(3)).unwrap();
-        identity.record(&dir, Some(Uuid::from_u128(7)), &[]).unwrap();
-        identity.record(&dir, None, &[]).unwrap();
-        assert_eq!(Identity::forget_target(&dir, 1).unwrap().uuid(), Uuid::from_u128(3));
-        assert!(matches!(Identity::forget_target(&dir, 2), Err(IdentityError::NoTarget { last: 1, .. })));
-        let forgotten = Identity::load(&dir).unwrap().unwrap().forgotten();
+        assert_eq!(Roster::load(&dir).unwrap(), None);
+        let roster = Roster::new(vec![target("targets/0.img", 1), target("/dev/b", 2)]);
+        roster.record(&dir, None, &[]).unwrap();
+        assert_eq!(Roster::load(&dir).unwrap().as_ref(), Some(&roster));
+        Roster::replace_target(&dir, 1, Uuid::from_u128(3)).unwrap();
+        roster.record(&dir, Some(Uuid::from_u128(7)), &[]).unwrap();
+        roster.record(&dir, None, &[]).unwrap();
+        assert_eq!(Roster::forget_target(&dir, 1).unwrap().uuid(), Uuid::from_u128(3));
+        assert!(matches!(Roster::forget_target(&dir, 2), Err(RosterError::NoTarget { last: 1, .. })));
+        let forgotten = Roster::load(&dir).unwrap().unwrap().forgotten();
         assert_eq!(forgotten, [Uuid::from_u128(3)]);
-        identity.record(&dir, None, &[]).unwrap();
-        assert_eq!(Identity::load(&dir).unwrap().unwrap().forgotten(), forgotten);
-        Identity::osd_knows(&dir, &forgotten).unwrap();
-        let loaded = Identity::load(&dir).unwrap().unwrap();
+        roster.record(&dir, None, &[]).unwrap();
+        assert_eq!(Roster::load(&dir).unwrap().unwrap().forgotten(), forgotten);
+        Roster::osd_knows(&dir, &forgotten).unwrap();
+        let loaded = Roster::load(&dir).unwrap().unwrap();
         assert_eq!(loaded.node, Some(Uuid::from_u128(7)));
         assert_eq!(loaded.targets, [target("targets/0.img", 1), target("/dev/b", 3)]);
         for (text, said) in
             [("", "from the targets"), ("{}", "from the targets"), ("{\"format\":2}", "format 2")]
         {
-            std::fs::write(dir.identity(), text).unwrap();
-            let error = Identity::load(&dir).unwrap_err().to_string();
+            std::fs::write(dir.roster(), text).unwrap();
+            let error = Roster::load(&dir).unwrap_err().to_string();
             assert!(error.contains("node.json") && error.contains(said), "{text}: {error}");
-            assert!(is_recorded(&dir), "a damaged identity shows that the node was created");
+            assert!(is_recorded(&dir), "a damaged roster shows that the node was created");
         }
     }
 }

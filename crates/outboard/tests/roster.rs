@@ -1,4 +1,4 @@
-//! Tests of the node's identity (`node.json`): which targets a node uses if files of its directory
+//! Tests of the node's roster (`node.json`): which targets a node uses if files of its directory
 //! are lost, drives are not mounted, or other drives are mounted in their place.
 
 mod common;
@@ -46,13 +46,13 @@ fn target_1_returns(node: &Node) {
     assert!(node.ok(&["get", "p/o", "-"]) == [7; OBJECT]);
 }
 
-fn identity(node: &Node) -> Value {
+fn roster(node: &Node) -> Value {
     serde_json::from_slice(&fs::read(node.path("node/node.json")).unwrap()).unwrap()
 }
 
-/// Returns the UUIDs that the identity names, in the order of the configuration.
+/// Returns the UUIDs that the roster names, in the order of the configuration.
 fn uuids(node: &Node) -> Vec<String> {
-    let targets = identity(node)["targets"].as_array().unwrap().clone();
+    let targets = roster(node)["targets"].as_array().unwrap().clone();
     targets.iter().map(|target| target["uuid"].as_str().unwrap().to_owned()).collect()
 }
 
@@ -68,7 +68,7 @@ fn target(node: &Node, n: usize) -> String {
 fn a_node_loses_nothing_with_its_directory_run() {
     for placement in ["dpu", "host"] {
         let node = stopped(placement, 2, &[]);
-        let before = identity(&node);
+        let before = roster(&node);
         lose_run(&node);
         node.ok(&["fsck", "node"]);
         let status = node.status();
@@ -76,7 +76,7 @@ fn a_node_loses_nothing_with_its_directory_run() {
         assert_eq!(status["targets"].as_array().unwrap().len(), 2, "{status:#}");
         lose_run(&node);
         starts_with_its_object(&node);
-        assert_eq!(identity(&node), before);
+        assert_eq!(roster(&node), before);
         assert!(before["node"].is_string(), "{before:#}");
         assert_eq!(node.status()["problems"], Value::Array(vec![]));
     }
@@ -101,13 +101,13 @@ fn no_empty_target_replaces_an_absent_target_after_the_loss_of_run() {
 fn a_node_starts_without_an_absent_target_after_the_loss_of_run() {
     for placement in ["dpu", "host"] {
         let node = stopped(placement, 3, &["--redundancy", "mirror:2"]);
-        let before = identity(&node);
+        let before = roster(&node);
         lose_run(&node);
         fs::rename(target(&node, 1), node.path("away")).unwrap();
         starts_without_target_1(&node);
         assert!(!node.has("node/targets/1.img"));
         target_1_returns(&node);
-        assert_eq!(identity(&node), before);
+        assert_eq!(roster(&node), before);
     }
 }
 
@@ -136,7 +136,7 @@ fn a_target_of_another_node_is_not_used() {
     for placement in ["dpu", "host"] {
         let node = stopped(placement, 3, &["--redundancy", "mirror:2"]);
         let other = stopped("host", 1, &[]);
-        let before = identity(&node);
+        let before = roster(&node);
         fs::rename(target(&node, 1), node.path("away")).unwrap();
         fs::copy(target(&other, 0), target(&node, 1)).unwrap();
         let foreign = fs::read(target(&node, 1)).unwrap();
@@ -145,7 +145,7 @@ fn a_target_of_another_node_is_not_used() {
         assert!(said.contains(&uuids(&other)[0]) && said.contains(&uuids(&node)[1]), "{said}");
         assert!(fs::read(target(&node, 1)).unwrap() == foreign, "nothing was written to the foreign target");
         target_1_returns(&node);
-        assert_eq!(identity(&node), before);
+        assert_eq!(roster(&node), before);
     }
     let (node, other) = (stopped("host", 1, &[]), stopped("host", 1, &[]));
     fs::rename(target(&node, 0), node.path("away")).unwrap();
@@ -216,7 +216,7 @@ fn no_empty_node_is_made_of_targets_that_have_lost_everything() {
 
 /// Older versions of Outboard record the targets only in `run/state.json`.
 #[test]
-fn a_node_of_an_older_version_gets_an_identity_at_its_next_start() {
+fn a_node_of_an_older_version_gets_a_roster_at_its_next_start() {
     for is_absent in [false, true] {
         let node = stopped("dpu", 3, &["--redundancy", "mirror:2"]);
         let before = uuids(&node);
@@ -236,7 +236,7 @@ fn a_node_of_an_older_version_gets_an_identity_at_its_next_start() {
 }
 
 #[test]
-fn a_damaged_identity_is_reported_and_can_be_rebuilt() {
+fn a_damaged_roster_is_reported_and_can_be_rebuilt() {
     let node = stopped("host", 2, &[]);
     let before = uuids(&node);
     let file = node.path("node/node.json");
@@ -258,7 +258,7 @@ fn a_damaged_identity_is_reported_and_can_be_rebuilt() {
 }
 
 #[test]
-fn the_identity_names_the_replacement_of_a_lost_target() {
+fn the_roster_names_the_replacement_of_a_lost_target() {
     let node = stopped("host", 3, &["--redundancy", "mirror:2"]);
     let before = uuids(&node);
     fs::remove_file(target(&node, 1)).unwrap();

@@ -1,0 +1,206 @@
+//! The node's own key, and the key of its administrator.
+//!
+//! ```text
+//! DIR/keys/node.pem      the node's private key, which the osd proves to its clients
+//! DIR/keys/admin         hash of the administrator's key
+//! DIR/credentials.toml   the administrator's credentials, which local commands use
+//! ```
+//!
+//! These files are on the DPU's side. The storage host must not be able to read or change them. Only
+//! the owner of the node can read the private keys. `credentials.toml` may be moved to the
+//! administrator's machine. It is created only together with `keys/admin`: a node whose administrator
+//! keeps the credentials elsewhere gets no new ones.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use identity::{Credentials, Identity, IdentityError, KeyHash, Member, Members, Protocol, Trust};
+
+use super::dir::{DirError, io_error};
+use super::durable::{create_directory, create_secret, replace_file};
+
+/// Directory of the keys, relative to the node's directory.
+const KEYS: &str = "keys";
+/// File of the administrator's credentials, relative to the node's directory.
+const CREDENTIALS: &str = "credentials.toml";
+/// Name of the tenant that every node has.
+pub const MAIN_TENANT: &str = "main";
+/// Name of the user who administers the node.
+const ADMIN: &str = "admin";
+
+/// The reason why the node's keys cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum NodeKeysError {
+    /// A file cannot be read or written.
+    #[error(transparent)]
+    Dir(#[from] DirError),
+    /// A key is invalid.
+    #[error("{}: {source}; restore the file from a backup, or remove the directory {} and credentials.toml: `outboard up` then makes new keys", path.display(), KEYS)]
+    Key {
+        /// The file.
+        path: PathBuf,
+        /// The reason.
+        source: IdentityError,
+    },
+}
+
+/// The node's own key, and the key of its administrator.
+#[derive(Debug, Clone)]
+pub struct NodeKeys {
+    node: Identity,
+    admin: KeyHash,
+}
+
+/// Returns the path of the administrator's credentials in the node's directory `root`.
+pub fn credentials_path(root: &Path) -> PathBuf {
+    root.join(CREDENTIALS)
+}
+
+impl NodeKeys {
+    /// Reads the keys of the node in the directory `root`, and creates the missing ones durably.
+    ///
+    /// # Errors
+    /// If a file cannot be read or written, or if it is invalid.
+    pub fn settle(root: &Path) -> Result<NodeKeys, NodeKeysError> {
+        let folder = root.join(KEYS);
+        let (own, admin, credentials) =
+            (folder.join("node.pem"), folder.join("admin"), credentials_path(root));
+        create_directory(&folder)?;
+        let node = match read(&own)? {
+            Some(text) => {
+                Identity::from_pem(&text).map_err(|source| NodeKeysError::Key { path: own, source })?
+            }
+            None => {
+                let made = Identity::generate();
+                create_secret(&own, made.to_pem())?;
+                made
+            }
+        };
+        if let Some(text) = read(&admin)? {
+            let admin = text.trim().parse().map_err(|source| NodeKeysError::Key { path: admin, source })?;
+            return Ok(NodeKeys { node, admin });
+        }
+        // An earlier attempt may have created the credentials before it was interrupted.
+        let loaded = if credentials.exists() { Some(Credentials::load(&credentials)) } else { None };
+        let identity = match loaded {
+            Some(Ok(found)) => found.identity,
+            Some(Err(source)) => return Err(NodeKeysError::Key { path: credentials, source }),
+            None => {
+                let user = format!("{MAIN_TENANT}/{ADMIN}");
+                let made = Credentials { user, node: node.key(), identity: Identity::generate() };
+                create_secret(&credentials, made.to_text())?;
+                made.identity
+            }
+        };
+        replace_file(&admin, format!("{}\n", identity.key()))?;
+        Ok(NodeKeys { node, admin: identity.key() })
+    }
+
+    /// Returns whether the node in the directory `root` has any of its keys.
+    #[must_use]
+    pub fn exist(root: &Path) -> bool {
+        let folder = root.join(KEYS);
+        [credentials_path(root), folder.join("admin"), folder.join("node.pem")]
+            .iter()
+            .any(|path| path.exists())
+    }
+
+    /// Removes the keys and the credentials, durably. Call it only for a node that has served no
+    /// client.
+    ///
+    /// # Errors
+    /// If the operating system reports an error.
+    pub fn remove(root: &Path) -> Result<(), DirError> {
+        let folder = root.join(KEYS);
+        for path in [credentials_path(root), folder.join("admin"), folder.join("node.pem")] {
+            super::durable::remove_file(&path)?;
+        }
+        match std::fs::remove_dir(&folder) {
+            Err(e) if !matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::DirectoryNotEmpty) => {
+                Err(io_error("remove", &folder)(e))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Returns the trust of the osd: it proves the node's key, and accepts the node's users.
+    #[must_use]
+    pub fn trust(&self) -> Trust {
+        Trust::server(Protocol::Messenger, &self.node, Arc::new(Users { admin: self.admin }))
+    }
+}
+
+/// The users of the node.
+struct Users {
+    admin: KeyHash,
+}
+
+impl Members for Users {
+    fn find(&self, key: &KeyHash) -> Option<Member> {
+        (*key == self.admin).then(|| Member { tenant: MAIN_TENANT.into(), user: ADMIN.into() })
+    }
+}
+
+/// Reads a file; `None` if it does not exist.
+fn read(path: &Path) -> Result<Option<String>, DirError> {
+    match std::fs::read_to_string(path) {
+        Ok(text) => Ok(Some(text)),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(e) => Err(io_error("read", path)(e)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+
+    #[test]
+    fn keys_are_made_once_and_the_private_ones_are_secret() {
+        let dir = tempfile::tempdir().unwrap();
+        let made = NodeKeys::settle(dir.path()).unwrap();
+        let again = NodeKeys::settle(dir.path()).unwrap();
+        assert_eq!((again.node.key(), again.admin), (made.node.key(), made.admin));
+        let credentials = Credentials::load(&credentials_path(dir.path())).unwrap();
+        assert_eq!((credentials.node, credentials.identity.key()), (made.node.key(), made.admin));
+        assert_eq!(made.trust().member(&made.admin).unwrap().tenant, MAIN_TENANT);
+        assert_eq!(made.trust().member(&made.node.key()), None);
+        for file in ["keys/node.pem", CREDENTIALS] {
+            let mode = dir.path().join(file).metadata().unwrap().permissions().mode();
+            assert_eq!(mode & 0o077, 0, "{file}");
+        }
+        NodeKeys::remove(dir.path()).unwrap();
+        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn moved_credentials_are_not_replaced_and_interrupted_creation_continues() {
+        let dir = tempfile::tempdir().unwrap();
+        let made = NodeKeys::settle(dir.path()).unwrap();
+        std::fs::remove_file(credentials_path(dir.path())).unwrap();
+        assert_eq!(NodeKeys::settle(dir.path()).unwrap().admin, made.admin);
+        assert!(!credentials_path(dir.path()).exists());
+        // An interruption before the last step leaves the credentials without `keys/admin`.
+        std::fs::remove_file(dir.path().join("keys/admin")).unwrap();
+        let next = NodeKeys::settle(dir.path()).unwrap();
+        std::fs::remove_file(dir.path().join("keys/admin")).unwrap();
+        assert_eq!(NodeKeys::settle(dir.path()).unwrap().admin, next.admin);
+    }
+
+    #[test]
+    fn a_damaged_key_is_an_error_that_names_the_file() {
+        let dir = tempfile::tempdir().unwrap();
+        NodeKeys::settle(dir.path()).unwrap();
+        for file in ["keys/node.pem", "keys/admin"] {
+            let path = dir.path().join(file);
+            let good = std::fs::read(&path).unwrap();
+            std::fs::write(&path, "x").unwrap();
+            let error = NodeKeys::settle(dir.path()).unwrap_err().to_string();
+            assert!(error.contains(file), "{error}");
+            std::fs::write(&path, good).unwrap();
+        }
+        NodeKeys::settle(dir.path()).unwrap();
+    }
+}
