@@ -3,7 +3,7 @@
 
 #![no_main]
 
-use identity::{Handshake, Trust};
+use identity::{Handshake, Protocol, Trust};
 use libfuzzer_sys::fuzz_target;
 use messenger::transport::ConnectTicket;
 
@@ -12,8 +12,8 @@ fuzz_target!(|data: &[u8]| {
     let Some((at, rest)) = data.split_first() else { return };
     let (first, second) = rest.split_at(usize::from(*at).min(rest.len()));
     let trust = Trust::default();
-    let mut server = Handshake::server(&trust).expect("the trust has both roles");
-    let mut client = Handshake::client(&trust).expect("the trust has both roles");
+    let mut server = Handshake::server(&trust, Protocol::Messenger).expect("the trust has both roles");
+    let mut client = Handshake::client(&trust, Protocol::Messenger).expect("the trust has both roles");
     let _ = client.output();
     for flight in [first, second] {
         // Ignore the results: each side may refuse the bytes, but must not panic.

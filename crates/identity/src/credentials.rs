@@ -7,7 +7,7 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Identity, IdentityError, KeyHash, Protocol, Trust};
+use crate::{Identity, IdentityError, KeyHash, Trust};
 
 /// Maximum size of a credential file, in bytes.
 const SIZE_MAX: u64 = 16 << 10;
@@ -80,8 +80,8 @@ impl Credentials {
 
     /// Returns the trust of a client that proves this identity and connects to this node.
     #[must_use]
-    pub fn trust(&self, protocol: Protocol) -> Trust {
-        Trust::client(protocol, &self.identity, self.node)
+    pub fn trust(&self) -> Trust {
+        Trust::client(&self.identity, self.node)
     }
 
     /// Returns the content of a credential file. The caller must keep it secret.

@@ -3,7 +3,9 @@
 use std::io::{Read, Write};
 
 use rustls::pki_types::ServerName;
-use rustls::{CipherSuite, ClientConnection, Connection, Error, HandshakeKind, ServerConnection};
+use rustls::{
+    CipherSuite, ClientConnection, CommonState, Connection, Error, HandshakeKind, ServerConnection,
+};
 
 use crate::{IdentityError, KeyHash, ProofKey, Protocol, Trust};
 
@@ -36,22 +38,20 @@ impl Handshake {
     ///
     /// # Errors
     /// [`IdentityError::NoRole`] if this side accepts no server.
-    pub fn client(trust: &Trust) -> Result<Handshake, IdentityError> {
-        let (server, config) = trust.dials().ok_or(IdentityError::NoRole("client"))?;
-        // The server's name has no meaning: its key is pinned. The handshake does not send the name.
-        let name = ServerName::try_from("outboard").expect("a valid name");
-        let connection = ClientConnection::new(config, name).map_err(|e| refused(&e))?;
-        Ok(Handshake::over(Connection::Client(connection), trust.protocol(), Some(server)))
+    pub fn client(trust: &Trust, protocol: Protocol) -> Result<Handshake, IdentityError> {
+        let config = trust.client_config(protocol).ok_or(IdentityError::NoRole("client"))?;
+        let connection = ClientConnection::new(config, server_name()).map_err(|e| refused(&e))?;
+        Ok(Handshake::over(Connection::Client(connection), protocol, trust.server_key()))
     }
 
     /// Begins a handshake as server.
     ///
     /// # Errors
     /// [`IdentityError::NoRole`] if this side accepts no clients.
-    pub fn server(trust: &Trust) -> Result<Handshake, IdentityError> {
-        let config = trust.accepts().ok_or(IdentityError::NoRole("server"))?;
+    pub fn server(trust: &Trust, protocol: Protocol) -> Result<Handshake, IdentityError> {
+        let config = trust.server_config(protocol).ok_or(IdentityError::NoRole("server"))?;
         let connection = ServerConnection::new(config).map_err(|e| refused(&e))?;
-        Ok(Handshake::over(Connection::Server(connection), trust.protocol(), None))
+        Ok(Handshake::over(Connection::Server(connection), protocol, None))
     }
 
     fn over(connection: Connection, protocol: Protocol, server: Option<KeyHash>) -> Handshake {
@@ -83,14 +83,7 @@ impl Handshake {
     }
 
     fn failure(&self, e: &Error) -> IdentityError {
-        match (e, self.server) {
-            // Only the check of the server's key reports a general error, with the key that it found.
-            (Error::General(found), Some(expected)) => match found.parse() {
-                Ok(found) => IdentityError::OtherServer { expected, found },
-                Err(_) => refused(e),
-            },
-            _ => refused(e),
-        }
+        server_refused(e, self.server)
     }
 
     /// Returns the bytes for the peer; empty if there are none.
@@ -106,10 +99,7 @@ impl Handshake {
     /// Returns the key that the peer has proved; `None` until then.
     #[must_use]
     pub fn peer(&self) -> Option<KeyHash> {
-        if self.connection.is_handshaking() {
-            return None;
-        }
-        self.connection.peer_certificates()?.first().and_then(KeyHash::of_certificate)
+        proven_key(&self.connection)
     }
 
     /// Appends an encrypted message to the output.
@@ -151,6 +141,38 @@ impl Handshake {
     pub fn cipher_suite(&self) -> Option<CipherSuite> {
         self.connection.negotiated_cipher_suite().map(|suite| suite.suite())
     }
+}
+
+/// Returns the name of every server in TLS. It has no meaning, because the server's key is pinned, and
+/// the handshake does not send it.
+///
+/// # Panics
+/// Never: the name is valid.
+#[must_use]
+pub fn server_name() -> ServerName<'static> {
+    ServerName::try_from("outboard").expect("a valid name")
+}
+
+/// Returns the reason why a client that expects the key `server` failed with `e`.
+#[must_use]
+pub fn server_refused(e: &Error, server: Option<KeyHash>) -> IdentityError {
+    match (e, server) {
+        // Only the check of the server's key reports a general error, with the key that it found.
+        (Error::General(found), Some(expected)) => match found.parse() {
+            Ok(found) => IdentityError::OtherServer { expected, found },
+            Err(_) => refused(e),
+        },
+        _ => refused(e),
+    }
+}
+
+/// Returns the key that the peer of a connection has proved; `None` before the end of the handshake.
+#[must_use]
+pub fn proven_key(connection: &CommonState) -> Option<KeyHash> {
+    if connection.is_handshaking() {
+        return None;
+    }
+    connection.peer_certificates()?.first().and_then(KeyHash::of_certificate)
 }
 
 fn refused(e: &Error) -> IdentityError {

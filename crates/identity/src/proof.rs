@@ -1,18 +1,20 @@
-//! [`ProofKey`]: a key that only the two sides of a handshake have.
+//! [`ProofKey`]: a secret key by which its owner recognises its own proofs.
 
 use std::fmt;
+use std::sync::LazyLock;
 
 use aws_lc_rs::hmac;
 
 /// Length of a proof, in bytes.
 pub const PROOF_LEN: usize = 32;
 
-/// A key that only the two sides of a handshake have. With it, each side proves later, over another
-/// transport, that it took part in the handshake. The key never crosses a network.
+/// A secret key for proofs. The two sides of a handshake have a common one, with which each side
+/// proves later, over another transport, that it took part in the handshake. A DPU has one of its own,
+/// with which it recognises what it has stored or handed out. The key never crosses a network.
 ///
 /// A proof is an HMAC-SHA-256 (RFC 2104) over a label and some parts. The label says who proves what,
-/// so a proof for one purpose is invalid for every other purpose. The peer must have chosen one of
-/// the parts at random (a nonce), so that a recorded proof is invalid as well.
+/// so a proof for one purpose is invalid for every other purpose. In a proof for a peer, the peer must
+/// have chosen one of the parts at random (a nonce), so that a recorded proof is invalid as well.
 #[derive(Clone)]
 pub struct ProofKey(hmac::Key);
 
@@ -44,6 +46,38 @@ impl ProofKey {
         (8..=PROOF_LEN).contains(&proof.len())
             && aws_lc_rs::constant_time::verify_slices_are_equal(&right[..proof.len()], proof).is_ok()
     }
+}
+
+impl Default for ProofKey {
+    /// The key of a process that keeps nothing beyond its end. It exists only in the memory of the
+    /// process.
+    fn default() -> ProofKey {
+        static OF_PROCESS: LazyLock<ProofKey> = LazyLock::new(|| ProofKey::new(&of_process()));
+        OF_PROCESS.clone()
+    }
+}
+
+/// In a build for simulations, the key is the same in every process, so that a simulation can be
+/// repeated.
+#[cfg(feature = "sim")]
+fn of_process() -> [u8; 32] {
+    [0; 32]
+}
+
+#[cfg(not(feature = "sim"))]
+fn of_process() -> [u8; 32] {
+    random_secret()
+}
+
+/// Returns secret random bytes of the system.
+///
+/// # Panics
+/// If the system has no random numbers.
+#[must_use]
+pub fn random_secret() -> [u8; 32] {
+    let mut secret = [0; 32];
+    aws_lc_rs::rand::fill(&mut secret).expect("the system has random numbers");
+    secret
 }
 
 impl fmt::Debug for ProofKey {

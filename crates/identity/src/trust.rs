@@ -24,13 +24,18 @@ use crate::{Identity, KeyHash};
 pub enum Protocol {
     /// The messenger, between a client and an osd.
     Messenger,
+    /// The control plane: gRPC over HTTP/2.
+    Control,
 }
 
 impl Protocol {
+    const ALL: [Protocol; 2] = [Protocol::Messenger, Protocol::Control];
+
     /// The name in the handshake (ALPN, RFC 7301).
     pub(crate) fn name(self) -> &'static [u8] {
         match self {
             Protocol::Messenger => b"outboard-messenger/3",
+            Protocol::Control => b"h2",
         }
     }
 }
@@ -58,44 +63,84 @@ pub trait Members: Send + Sync {
 pub struct Trust(Arc<TrustParts>);
 
 struct TrustParts {
-    protocol: Protocol,
     key: KeyHash,
-    dials: Option<(KeyHash, Arc<ClientConfig>)>,
-    accepts: Option<(Arc<dyn Members>, Arc<ServerConfig>)>,
+    dials: Option<Dials>,
+    accepts: Option<Accepts>,
+}
+
+/// What a client needs.
+#[derive(Clone)]
+struct Dials {
+    /// The key of the only server to which the client connects.
+    server: KeyHash,
+    /// The configuration for each protocol.
+    configs: [Arc<ClientConfig>; Protocol::ALL.len()],
+}
+
+/// What a server needs.
+#[derive(Clone)]
+struct Accepts {
+    members: Arc<dyn Members>,
+    /// The configuration for each protocol.
+    configs: [Arc<ServerConfig>; Protocol::ALL.len()],
+}
+
+impl Dials {
+    fn new(identity: &Identity, server: KeyHash) -> Dials {
+        let configs = Protocol::ALL.map(|protocol| Arc::new(client_config(protocol, identity, server)));
+        Dials { server, configs }
+    }
+
+    fn without_resumption(&self) -> Dials {
+        let configs = self.configs.each_ref().map(|config| {
+            let mut config = ClientConfig::clone(config);
+            config.resumption = Resumption::disabled();
+            Arc::new(config)
+        });
+        Dials { configs, ..self.clone() }
+    }
+}
+
+impl Accepts {
+    fn new(identity: &Identity, members: Arc<dyn Members>) -> Accepts {
+        let configs = Protocol::ALL.map(|protocol| Arc::new(server_config(protocol, identity)));
+        Accepts { members, configs }
+    }
+
+    fn without_resumption(&self) -> Accepts {
+        let configs = self.configs.each_ref().map(|config| {
+            let mut config = ServerConfig::clone(config);
+            config.session_storage = Arc::new(NoServerSessionStorage {});
+            config.send_tls13_tickets = 0;
+            Arc::new(config)
+        });
+        Accepts { configs, ..self.clone() }
+    }
 }
 
 impl Trust {
     /// Creates the trust of a client, which only connects to the server with the key `server`.
     #[must_use]
-    pub fn client(protocol: Protocol, identity: &Identity, server: KeyHash) -> Trust {
-        let dials = Some((server, client_config(protocol, identity, server)));
-        Trust(Arc::new(TrustParts { protocol, key: identity.key(), dials, accepts: None }))
+    pub fn client(identity: &Identity, server: KeyHash) -> Trust {
+        let dials = Some(Dials::new(identity, server));
+        Trust(Arc::new(TrustParts { key: identity.key(), dials, accepts: None }))
     }
 
     /// Creates the trust of a server, which only accepts `members`.
     #[must_use]
-    pub fn server(protocol: Protocol, identity: &Identity, members: Arc<dyn Members>) -> Trust {
-        let accepts = Some((members, server_config(protocol, identity)));
-        Trust(Arc::new(TrustParts { protocol, key: identity.key(), dials: None, accepts }))
+    pub fn server(identity: &Identity, members: Arc<dyn Members>) -> Trust {
+        let accepts = Some(Accepts::new(identity, members));
+        Trust(Arc::new(TrustParts { key: identity.key(), dials: None, accepts }))
     }
 
     /// Makes every handshake a complete one. Otherwise, a handshake may continue an earlier one
     /// between the same parties, which saves the signatures.
     #[must_use]
     pub fn without_resumption(&self) -> Trust {
-        let TrustParts { protocol, key, dials, accepts } = &*self.0;
-        let dials = dials.as_ref().map(|(server, config)| {
-            let mut config = ClientConfig::clone(config);
-            config.resumption = Resumption::disabled();
-            (*server, Arc::new(config))
-        });
-        let accepts = accepts.as_ref().map(|(members, config)| {
-            let mut config = ServerConfig::clone(config);
-            config.session_storage = Arc::new(NoServerSessionStorage {});
-            config.send_tls13_tickets = 0;
-            (Arc::clone(members), Arc::new(config))
-        });
-        Trust(Arc::new(TrustParts { protocol: *protocol, key: *key, dials, accepts }))
+        let TrustParts { key, dials, accepts } = &*self.0;
+        let dials = dials.as_ref().map(Dials::without_resumption);
+        let accepts = accepts.as_ref().map(Accepts::without_resumption);
+        Trust(Arc::new(TrustParts { key: *key, dials, accepts }))
     }
 
     /// Returns the hash of this side's key.
@@ -104,24 +149,30 @@ impl Trust {
         self.0.key
     }
 
+    /// Returns the key of the only server to which this side connects; `None` if this side does not act
+    /// as client.
+    #[must_use]
+    pub fn server_key(&self) -> Option<KeyHash> {
+        self.0.dials.as_ref().map(|dials| dials.server)
+    }
+
     /// Returns the user to whom a peer's key belongs; `None` if this side does not accept the key, or
     /// accepts no peers.
     #[must_use]
     pub fn member(&self, key: &KeyHash) -> Option<Member> {
-        self.0.accepts.as_ref().and_then(|(members, _)| members.find(key))
+        self.0.accepts.as_ref().and_then(|accepts| accepts.members.find(key))
     }
 
-    pub(crate) fn protocol(&self) -> Protocol {
-        self.0.protocol
+    /// Returns the configuration of TLS for a client; `None` if this side does not act as client.
+    #[must_use]
+    pub fn client_config(&self, protocol: Protocol) -> Option<Arc<ClientConfig>> {
+        self.0.dials.as_ref().map(|dials| Arc::clone(&dials.configs[protocol as usize]))
     }
 
-    /// The key of the server to which this side connects, and the configuration for it.
-    pub(crate) fn dials(&self) -> Option<(KeyHash, Arc<ClientConfig>)> {
-        self.0.dials.clone()
-    }
-
-    pub(crate) fn accepts(&self) -> Option<Arc<ServerConfig>> {
-        self.0.accepts.as_ref().map(|(_, config)| Arc::clone(config))
+    /// Returns the configuration of TLS for a server; `None` if this side accepts no peers.
+    #[must_use]
+    pub fn server_config(&self, protocol: Protocol) -> Option<Arc<ServerConfig>> {
+        self.0.accepts.as_ref().map(|accepts| Arc::clone(&accepts.configs[protocol as usize]))
     }
 }
 
@@ -129,11 +180,10 @@ impl Default for Trust {
     fn default() -> Trust {
         static WITHIN_PROCESS: LazyLock<Trust> = LazyLock::new(|| {
             let identity = Identity::of_process();
-            let (protocol, key) = (Protocol::Messenger, identity.key());
-            let members: Arc<dyn Members> = Arc::new(OnlyProcess(key));
-            let dials = Some((key, client_config(protocol, &identity, key)));
-            let accepts = Some((members, server_config(protocol, &identity)));
-            Trust(Arc::new(TrustParts { protocol, key, dials, accepts })).without_resumption()
+            let key = identity.key();
+            let dials = Some(Dials::new(&identity, key).without_resumption());
+            let accepts = Accepts::new(&identity, Arc::new(OnlyProcess(key))).without_resumption();
+            Trust(Arc::new(TrustParts { key, dials, accepts: Some(accepts) }))
         });
         WITHIN_PROCESS.clone()
     }
@@ -141,11 +191,9 @@ impl Default for Trust {
 
 impl fmt::Debug for Trust {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let server = self.0.dials.as_ref().map(|(server, _)| server);
         f.debug_struct("Trust")
-            .field("protocol", &self.0.protocol)
             .field("key", &self.0.key)
-            .field("server", &server)
+            .field("server", &self.server_key())
             .finish_non_exhaustive()
     }
 }
@@ -162,7 +210,7 @@ impl Members for OnlyProcess {
 
 const TLS_1_3: &[&rustls::SupportedProtocolVersion] = &[&rustls::version::TLS13];
 
-fn client_config(protocol: Protocol, identity: &Identity, server: KeyHash) -> Arc<ClientConfig> {
+fn client_config(protocol: Protocol, identity: &Identity, server: KeyHash) -> ClientConfig {
     let builder = ClientConfig::builder_with_provider(provider()).with_protocol_versions(TLS_1_3);
     let builder = builder.expect("the provider supports TLS 1.3").dangerous();
     let builder = builder.with_custom_certificate_verifier(Arc::new(PinnedServer(server)));
@@ -170,17 +218,17 @@ fn client_config(protocol: Protocol, identity: &Identity, server: KeyHash) -> Ar
     let mut config = builder.with_client_cert_resolver(Arc::new(resolver));
     config.alpn_protocols = vec![protocol.name().to_vec()];
     config.enable_sni = false;
-    Arc::new(config)
+    config
 }
 
-fn server_config(protocol: Protocol, identity: &Identity) -> Arc<ServerConfig> {
+fn server_config(protocol: Protocol, identity: &Identity) -> ServerConfig {
     let builder = ServerConfig::builder_with_provider(provider()).with_protocol_versions(TLS_1_3);
     let builder = builder.expect("the provider supports TLS 1.3");
     let builder = builder.with_client_cert_verifier(Arc::new(AnyKey));
     let mut config = builder.with_cert_resolver(Arc::new(SingleCertAndKey::from(identity.certified())));
     config.alpn_protocols = vec![protocol.name().to_vec()];
     config.send_tls13_tickets = 1;
-    Arc::new(config)
+    config
 }
 
 /// Signature schemes of identities: Ed25519, and ECDSA with P-256.

@@ -21,10 +21,7 @@ struct World {
 fn new_world() -> World {
     let (user, node) = (Identity::generate(), Identity::generate());
     let members = Arc::new(Users(vec![user.key()]));
-    World {
-        client: Trust::client(Protocol::Messenger, &user, node.key()),
-        server: Trust::server(Protocol::Messenger, &node, members),
-    }
+    World { client: Trust::client(&user, node.key()), server: Trust::server(&node, members) }
 }
 
 /// Passes bytes between the sides until neither has more. `tamper` may change each flight; its number
@@ -45,7 +42,10 @@ fn run(
 }
 
 fn both(world: &World) -> (Handshake, Handshake) {
-    (Handshake::client(&world.client).unwrap(), Handshake::server(&world.server).unwrap())
+    (
+        Handshake::client(&world.client, Protocol::Messenger).unwrap(),
+        Handshake::server(&world.server, Protocol::Messenger).unwrap(),
+    )
 }
 
 #[test]
@@ -73,8 +73,10 @@ fn both_sides_learn_the_peers_key_and_have_a_common_secret() {
 #[test]
 fn the_client_refuses_a_server_with_another_key() {
     let (world, other) = (new_world(), new_world());
-    let (mut client, mut server) =
-        (Handshake::client(&world.client).unwrap(), Handshake::server(&other.server).unwrap());
+    let (mut client, mut server) = (
+        Handshake::client(&world.client, Protocol::Messenger).unwrap(),
+        Handshake::server(&other.server, Protocol::Messenger).unwrap(),
+    );
     let error = run(&mut client, &mut server, |_, _| {}).unwrap_err();
     let (expected, found) = (world.server.key(), other.server.key());
     assert_eq!(error, IdentityError::OtherServer { expected, found });
@@ -84,9 +86,11 @@ fn the_client_refuses_a_server_with_another_key() {
 #[test]
 fn a_stranger_proves_its_key_but_is_not_a_member() {
     let (world, stranger) = (new_world(), Identity::generate());
-    let trust = Trust::client(Protocol::Messenger, &stranger, world.server.key());
-    let (mut client, mut server) =
-        (Handshake::client(&trust).unwrap(), Handshake::server(&world.server).unwrap());
+    let trust = Trust::client(&stranger, world.server.key());
+    let (mut client, mut server) = (
+        Handshake::client(&trust, Protocol::Messenger).unwrap(),
+        Handshake::server(&world.server, Protocol::Messenger).unwrap(),
+    );
     run(&mut client, &mut server, |_, _| {}).unwrap();
     let key = server.peer().unwrap();
     assert_eq!((key, world.server.member(&key)), (stranger.key(), None));
@@ -95,8 +99,14 @@ fn a_stranger_proves_its_key_but_is_not_a_member() {
 #[test]
 fn a_side_acts_only_in_the_role_that_it_has() {
     let world = new_world();
-    assert_eq!(Handshake::client(&world.server).err(), Some(IdentityError::NoRole("client")));
-    assert_eq!(Handshake::server(&world.client).err(), Some(IdentityError::NoRole("server")));
+    assert_eq!(
+        Handshake::client(&world.server, Protocol::Messenger).err(),
+        Some(IdentityError::NoRole("client"))
+    );
+    assert_eq!(
+        Handshake::server(&world.client, Protocol::Messenger).err(),
+        Some(IdentityError::NoRole("server"))
+    );
     assert_eq!(world.client.member(&world.client.key()), None);
     let process = Trust::default();
     assert!(process.member(&process.key()).is_some() && process.member(&world.client.key()).is_none());
@@ -151,7 +161,7 @@ fn a_recorded_handshake_proves_nothing() {
         }
     })
     .unwrap();
-    let mut victim = Handshake::server(&world.server).unwrap();
+    let mut victim = Handshake::server(&world.server, Protocol::Messenger).unwrap();
     victim.input(&recorded[0]).unwrap();
     assert!(!victim.output().is_empty());
     assert!(victim.input(&recorded[1]).is_err());
@@ -161,7 +171,7 @@ fn a_recorded_handshake_proves_nothing() {
 #[test]
 fn a_handshake_without_end_is_refused() {
     let world = new_world();
-    let mut server = Handshake::server(&world.server).unwrap();
+    let mut server = Handshake::server(&world.server, Protocol::Messenger).unwrap();
     // A change of the cipher, which TLS 1.3 ignores.
     let record = [20, 3, 3, 0, 1, 1];
     let mut sent = 0;
@@ -182,8 +192,8 @@ mod arbitrary {
     proptest! {
         #[test]
         fn arbitrary_bytes_never_complete_a_handshake(flights in proptest::collection::vec(proptest::collection::vec(any::<u8>(), 0..600), 1..4)) {
-            let mut server = Handshake::server(&Trust::default()).unwrap();
-            let mut client = Handshake::client(&Trust::default()).unwrap();
+            let mut server = Handshake::server(&Trust::default(), Protocol::Messenger).unwrap();
+            let mut client = Handshake::client(&Trust::default(), Protocol::Messenger).unwrap();
             let _ = client.output();
             for flight in &flights {
                 let _ = (server.input(flight), client.input(flight));
@@ -200,8 +210,8 @@ fn a_seed_repeats_every_byte_of_a_handshake() {
         let _seeded = base::entropy::seed_this_thread(seed);
         let (user, node) = (Identity::from_seed([1; 32]), Identity::from_seed([2; 32]));
         let members = Arc::new(Users(vec![user.key()]));
-        let client = Trust::client(Protocol::Messenger, &user, node.key()).without_resumption();
-        let server = Trust::server(Protocol::Messenger, &node, members).without_resumption();
+        let client = Trust::client(&user, node.key()).without_resumption();
+        let server = Trust::server(&node, members).without_resumption();
         let (mut client, mut server) = both(&World { client, server });
         let mut flights = Vec::new();
         run(&mut client, &mut server, |_, bytes| flights.push(bytes.clone())).unwrap();

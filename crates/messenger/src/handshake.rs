@@ -7,7 +7,7 @@ use std::io;
 
 use base::block::Payload;
 use bytes::Bytes;
-use identity::{Handshake, IdentityError, KeyHash, ProofKey, Trust};
+use identity::{Handshake, IdentityError, KeyHash, ProofKey, Protocol, Trust};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 use crate::Limits;
@@ -147,7 +147,11 @@ pub(crate) struct EncryptedExchange<'a> {
 impl<'a> EncryptedExchange<'a> {
     /// Begins as client.
     pub(crate) fn client(wire: &'a mut Wire, trust: &Trust) -> Result<EncryptedExchange<'a>, HandshakeError> {
-        Ok(EncryptedExchange { wire, tls: Handshake::client(trust)?, decrypted: Vec::new() })
+        Ok(EncryptedExchange {
+            wire,
+            tls: Handshake::client(trust, Protocol::Messenger)?,
+            decrypted: Vec::new(),
+        })
     }
 
     /// Begins as server, with the first bytes of the client.
@@ -156,7 +160,11 @@ impl<'a> EncryptedExchange<'a> {
         trust: &Trust,
         first: &[u8],
     ) -> Result<EncryptedExchange<'a>, HandshakeError> {
-        let mut exchange = EncryptedExchange { wire, tls: Handshake::server(trust)?, decrypted: Vec::new() };
+        let mut exchange = EncryptedExchange {
+            wire,
+            tls: Handshake::server(trust, Protocol::Messenger)?,
+            decrypted: Vec::new(),
+        };
         exchange.input(first).await?;
         Ok(exchange)
     }

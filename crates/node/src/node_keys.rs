@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! DIR/keys/node.pem      the node's private key, which the osd proves to its clients
+//! DIR/keys/dpu           the DPU's secret key, with which the osd recognises what it has handed out
 //! DIR/keys/admin         hash of the administrator's key
 //! DIR/credentials.toml   the administrator's credentials, which local commands use
 //! ```
@@ -15,7 +16,9 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use identity::{Credentials, Identity, IdentityError, KeyHash, Member, Members, Protocol, Trust};
+use identity::{
+    Credentials, Identity, IdentityError, KeyHash, Member, Members, ProofKey, Trust, random_secret,
+};
 
 use super::dir::{DirError, io_error};
 use super::durable::{create_directory, create_secret, replace_file};
@@ -49,6 +52,7 @@ pub enum NodeKeysError {
 #[derive(Debug, Clone)]
 pub struct NodeKeys {
     node: Identity,
+    dpu: ProofKey,
     admin: KeyHash,
 }
 
@@ -77,9 +81,10 @@ impl NodeKeys {
                 made
             }
         };
+        let dpu = dpu_key(&folder)?;
         if let Some(text) = read(&admin)? {
             let admin = text.trim().parse().map_err(|source| NodeKeysError::Key { path: admin, source })?;
-            return Ok(NodeKeys { node, admin });
+            return Ok(NodeKeys { node, dpu, admin });
         }
         // An earlier attempt may have created the credentials before it was interrupted.
         let loaded = if credentials.exists() { Some(Credentials::load(&credentials)) } else { None };
@@ -94,16 +99,15 @@ impl NodeKeys {
             }
         };
         replace_file(&admin, format!("{}\n", identity.key()))?;
-        Ok(NodeKeys { node, admin: identity.key() })
+        Ok(NodeKeys { node, dpu, admin: identity.key() })
     }
 
     /// Returns whether the node in the directory `root` has any of its keys.
     #[must_use]
     pub fn exist(root: &Path) -> bool {
         let folder = root.join(KEYS);
-        [credentials_path(root), folder.join("admin"), folder.join("node.pem")]
-            .iter()
-            .any(|path| path.exists())
+        let keys = ["admin", "dpu", "node.pem"].map(|name| folder.join(name));
+        keys.into_iter().chain([credentials_path(root)]).any(|path| path.exists())
     }
 
     /// Removes the keys and the credentials, durably. Call it only for a node that has served no
@@ -113,7 +117,8 @@ impl NodeKeys {
     /// If the operating system reports an error.
     pub fn remove(root: &Path) -> Result<(), DirError> {
         let folder = root.join(KEYS);
-        for path in [credentials_path(root), folder.join("admin"), folder.join("node.pem")] {
+        let keys = ["admin", "dpu", "node.pem"].map(|name| folder.join(name));
+        for path in keys.into_iter().chain([credentials_path(root)]) {
             super::durable::remove_file(&path)?;
         }
         match std::fs::remove_dir(&folder) {
@@ -124,11 +129,32 @@ impl NodeKeys {
         }
     }
 
+    /// Returns the DPU's secret key.
+    #[must_use]
+    pub fn dpu_key(&self) -> &ProofKey {
+        &self.dpu
+    }
+
     /// Returns the trust of the osd: it proves the node's key, and accepts the node's users.
     #[must_use]
     pub fn trust(&self) -> Trust {
-        Trust::server(Protocol::Messenger, &self.node, Arc::new(Users { admin: self.admin }))
+        Trust::server(&self.node, Arc::new(Users { admin: self.admin }))
     }
+}
+
+/// Reads the DPU's secret key, or creates it.
+fn dpu_key(folder: &Path) -> Result<ProofKey, NodeKeysError> {
+    let path = folder.join("dpu");
+    if let Some(text) = read(&path)? {
+        // The key has the same text form as the hash of a key.
+        let secret = text.trim().parse::<KeyHash>();
+        let why = || IdentityError::BadKey("it does not have 64 hexadecimal digits".into());
+        let secret = secret.map_err(|_| NodeKeysError::Key { path, source: why() })?;
+        return Ok(ProofKey::new(secret.as_bytes()));
+    }
+    let secret = random_secret();
+    create_secret(&path, format!("{}\n", KeyHash::from(secret)))?;
+    Ok(ProofKey::new(&secret))
 }
 
 /// The users of the node.
@@ -167,7 +193,7 @@ mod tests {
         assert_eq!((credentials.node, credentials.identity.key()), (made.node.key(), made.admin));
         assert_eq!(made.trust().member(&made.admin).unwrap().tenant, MAIN_TENANT);
         assert_eq!(made.trust().member(&made.node.key()), None);
-        for file in ["keys/node.pem", CREDENTIALS] {
+        for file in ["keys/node.pem", "keys/dpu", CREDENTIALS] {
             let mode = dir.path().join(file).metadata().unwrap().permissions().mode();
             assert_eq!(mode & 0o077, 0, "{file}");
         }
@@ -193,7 +219,7 @@ mod tests {
     fn a_damaged_key_is_an_error_that_names_the_file() {
         let dir = tempfile::tempdir().unwrap();
         NodeKeys::settle(dir.path()).unwrap();
-        for file in ["keys/node.pem", "keys/admin"] {
+        for file in ["keys/node.pem", "keys/dpu", "keys/admin"] {
             let path = dir.path().join(file);
             let good = std::fs::read(&path).unwrap();
             std::fs::write(&path, "x").unwrap();

@@ -13,7 +13,7 @@ use base::mem::Arena;
 use base::pool::BufferPool;
 use channel::ofi::{OfiEngine, OfiOptions};
 use channel::{DmaEngine, MemoryLayout, Profile, SeatClaim, ShmEngine, ShmOptions};
-use identity::Trust;
+use identity::{ProofKey, Trust};
 use messenger::{NetworkStack, UseAs};
 use osd::{FirstShard, FurtherShard, OffloadSource, OsdConfig, ShardResources, StripesAt, UsageSource};
 use proxy::{Attachment, AttachmentOptions, StoreEndpoint};
@@ -74,6 +74,8 @@ pub struct ShardCommon {
     pub shards: u16,
     /// The identity of the node, and its users.
     pub trust: Trust,
+    /// The DPU's secret key.
+    pub dpu_key: ProofKey,
 }
 
 impl ShardCommon {
@@ -284,6 +286,7 @@ async fn open(common: &ShardCommon, number: u16) -> Result<OpenShard> {
         witness: Some(WitnessFile::at(config.osd.witness.as_ref())),
         forgotten: common.expected.forgotten.clone(),
         node: common.expected.node,
+        dpu_key: common.dpu_key.clone(),
         orphan_grace: config.osd.orphan_grace.0,
         collect_interval: config.osd.collect_interval.0,
         requests_per_connection: config.osd.requests_per_connection,

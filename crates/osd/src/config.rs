@@ -8,6 +8,7 @@ use array::CodingConfig;
 use base::BoxFuture;
 use base::clock::WallClock;
 use base::process::OwnUsage;
+use identity::ProofKey;
 use uuid::Uuid;
 use wire::{OffloadStatus, Placement};
 
@@ -87,6 +88,9 @@ pub struct OsdConfig {
     pub forgotten: Vec<Uuid>,
     /// UUID of the node, if the node has run before. The osd then creates no new node.
     pub node: Option<Uuid>,
+    /// The DPU's secret key, with which the osd recognises the ids of sessions that it has made. The
+    /// default is valid in this process only.
+    pub dpu_key: ProofKey,
 }
 
 /// Schedule of the probes that the osd sends to a failed target. Placement groups do not use the
@@ -192,6 +196,7 @@ impl Default for OsdConfig {
             age_interval: Duration::from_secs(10),
             forgotten: Vec::new(),
             node: None,
+            dpu_key: ProofKey::default(),
         }
     }
 }

@@ -90,5 +90,6 @@ pub use array::{CodingConfig, StripesAt, Thresholds};
 pub use audit::inspect_object;
 pub use config::{OffloadSource, OsdConfig, TargetRetry, UsageSource};
 pub use server::{FirstShard, FurtherShard, OsdServer, OsdStarted, ShardResources, shards};
+pub use sessions::session_id;
 pub use start_error::StartError;
 pub use witness::{WitnessAt, WitnessStorage};

@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use array::Pace;
 use base::budget::PeerAddress;
+use identity::KeyHash;
 use tokio::sync::Semaphore;
 use wire::SessionId;
 
@@ -38,6 +39,8 @@ pub(crate) struct OpeningConnection {
     pub(crate) shard: u16,
     pub(crate) id: ConnectionId,
     pub(crate) peer: PeerAddress,
+    /// The key that the client has proved.
+    pub(crate) owner: KeyHash,
     pub(crate) room: Arc<Semaphore>,
 }
 
@@ -58,7 +61,8 @@ impl Osd {
     pub(crate) fn new(shard: Rc<Shard>) -> Rc<Osd> {
         let is_missing = |target: &Rc<Target>| target.failure().is_some();
         let epoch_step = if shard.targets.iter().any(is_missing) { MISSING_STEP } else { 0 };
-        let slots = SessionSlots::new(shard.config.sessions, shard.age.generation());
+        let slots =
+            SessionSlots::new(shard.config.sessions, shard.age.generation(), shard.config.dpu_key.clone());
         let osd = Rc::new(Osd {
             map_keeper: MapKeeper::new(epoch_step),
             slots: RefCell::new(slots),
@@ -77,9 +81,9 @@ impl Osd {
         presented: Option<SessionId>,
         connection: OpeningConnection,
     ) -> wire::Result<SessionId> {
-        let OpeningConnection { shard: on, id: connection, peer, room } = connection;
+        let OpeningConnection { shard: on, id: connection, peer, owner, room } = connection;
         let OpenedSession { id, attachment: number, evicted } =
-            self.slots.borrow_mut().open(presented, on, peer)?;
+            self.slots.borrow_mut().open(presented, on, (peer, &owner))?;
         // Each shard receives these errands in the order in which the slots have changed.
         let known = self.shard.tell_each(move |shard| {
             if let Some(evicted) = evicted {

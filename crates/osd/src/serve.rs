@@ -180,6 +180,7 @@ impl Served {
             shard: self.shard.share.shard(),
             id: self.id,
             peer: self.connection.peer().peer,
+            owner: self.connection.peer().key,
             room: Arc::clone(&self.room),
         };
         let opening = move |osd: Rc<Osd>| async move { osd.open_session(presented, connection).await };

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use base::budget::{Budget, PeerAddress};
 use base::collections::HashMap;
+use identity::{KeyHash, ProofKey};
 use tokio::time::{Duration, Instant};
 use wire::{Error, SessionId};
 
@@ -25,6 +26,8 @@ pub(crate) struct SessionSlots {
     /// again.
     places: Budget<SessionId>,
     generation: u64,
+    /// The key with which the osd makes and recognises session ids.
+    dpu_key: ProofKey,
     /// Number of the newest session of this generation.
     last: u32,
     attachments: AttachmentNumber,
@@ -51,11 +54,12 @@ pub(crate) struct OpenedSession {
 
 impl SessionSlots {
     /// Creates an empty table with `limit` slots. `generation` is the generation of new sessions.
-    pub(crate) fn new(limit: usize, generation: u64) -> SessionSlots {
+    pub(crate) fn new(limit: usize, generation: u64, dpu_key: ProofKey) -> SessionSlots {
         SessionSlots {
             known: HashMap::default(),
             places: Budget::new(limit, PATIENCE),
             generation,
+            dpu_key,
             last: 0,
             attachments: 0,
             shortages: Shortages::default(),
@@ -63,22 +67,22 @@ impl SessionSlots {
     }
 
     /// Attaches a session to a connection of a shard: the session that the client presents, or a new
-    /// one. If all slots are taken, another session may lose its slot by the rules of [`Budget`].
+    /// one. The client has the address `peer`, and has proved the key `owner`. If all slots are taken,
+    /// another session may lose its slot by the rules of [`Budget`].
     pub(crate) fn open(
         &mut self,
         presented: Option<SessionId>,
         shard: u16,
-        peer: PeerAddress,
+        (peer, owner): (PeerAddress, &KeyHash),
     ) -> wire::Result<OpenedSession> {
         // The osd must refuse a session id that it never issued. Otherwise a placement group could
-        // later mark the id as forgotten, together with all lower numbers.
-        if let Some(session) =
-            presented.filter(|id| (id.generation(), id.number()) > (self.generation, self.last))
-        {
-            let why = "this node did not create the session, or has lost its latest state".to_owned();
-            return Err(Error::SessionRefused { session, why });
+        // later mark the id as forgotten, together with all lower numbers. The answer does not tell
+        // whether the session exists and belongs to another client.
+        if let Some(session) = presented.filter(|id| !self.is_made(*id, owner)) {
+            let why = "this node did not create the session for this client, or has lost its latest state";
+            return Err(Error::SessionRefused { session, why: why.to_owned() });
         }
-        let id = presented.unwrap_or_else(|| self.make());
+        let id = presented.unwrap_or_else(|| self.make(owner));
         let evicted = self.places.admit(id, peer, Instant::now()).map_err(|full| {
             self.shortages.refused += 1;
             Error::Busy {
@@ -107,11 +111,17 @@ impl SessionSlots {
         self.places.heard(session, Instant::now());
     }
 
-    fn make(&mut self) -> SessionId {
-        // If all numbers of a generation are used up, further sessions share the last number. Their
-        // ids still differ in the random bits.
+    fn make(&mut self, owner: &KeyHash) -> SessionId {
+        // If all 2^32 numbers of a generation are used up, the sessions of one client share an id.
         self.last = self.last.saturating_add(1);
-        SessionId::new(self.generation, self.last, base::entropy::random())
+        session_id(&self.dpu_key, (self.generation, self.last), owner)
+    }
+
+    /// Returns whether the osd has made the session for the client with the key `owner`, now or in an
+    /// earlier start.
+    fn is_made(&self, id: SessionId, owner: &KeyHash) -> bool {
+        let place = (id.generation(), id.number());
+        place <= (self.generation, self.last) && id == session_id(&self.dpu_key, place, owner)
     }
 
     /// Returns the number of the newest attachment of all sessions.
@@ -150,24 +160,64 @@ impl SessionSlots {
     }
 }
 
+/// Returns the id of the session with this generation and number, which belongs to the client with the
+/// key `owner`. The lowest 48 bits of the id are a proof of the other bits and of the owner, so the osd
+/// recognises its sessions after a restart without storing them.
+#[must_use]
+pub fn session_id(dpu_key: &ProofKey, (generation, number): (u64, u32), owner: &KeyHash) -> SessionId {
+    let parts = [&generation.to_le_bytes()[..], &number.to_le_bytes(), owner.as_bytes()];
+    let proof = dpu_key.prove("outboard session", &parts);
+    let bits = u64::from_le_bytes(*proof.first_chunk().expect("a proof has 32 bytes"));
+    SessionId::new(generation, number, bits)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    const OWNER: [u8; 32] = [1; 32];
+
+    fn slots() -> SessionSlots {
+        SessionSlots::new(3, SessionId::FIRST_GENERATION, ProofKey::default())
+    }
+
+    #[tokio::test]
+    async fn a_session_belongs_to_the_client_that_opened_it_and_to_the_node_that_made_it() {
+        let (owner, other) = (KeyHash::from(OWNER), KeyHash::from([2; 32]));
+        let mut sessions = slots();
+        let opened = sessions.open(None, 0, (A, &owner)).unwrap().id;
+        let refused = |result: wire::Result<OpenedSession>| match result {
+            Err(Error::SessionRefused { why, .. }) => why,
+            other => panic!("{other:?}"),
+        };
+        let stolen = refused(sessions.open(Some(opened), 0, (A, &other)));
+        let guessed = refused(sessions.open(Some(SessionId(opened.0 ^ 1)), 0, (A, &owner)));
+        let future = session_id(&ProofKey::default(), (opened.generation(), opened.number() + 1), &owner);
+        let never_made = refused(sessions.open(Some(future), 0, (A, &owner)));
+        assert_eq!([&stolen, &guessed], [&never_made; 2], "the answer does not tell which sessions exist");
+        let mut of_other_node =
+            SessionSlots::new(3, SessionId::FIRST_GENERATION + 1, ProofKey::new(&[9; 32]));
+        refused(of_other_node.open(Some(opened), 0, (A, &owner)));
+        let mut after_restart = SessionSlots::new(3, SessionId::FIRST_GENERATION + 1, ProofKey::default());
+        assert_eq!(after_restart.open(Some(opened), 0, (A, &owner)).unwrap().id, opened);
+        refused(after_restart.open(Some(opened), 0, (A, &other)));
+        assert_eq!(sessions.open(Some(opened), 1, (A, &owner)).unwrap().id, opened);
+    }
 
     const A: PeerAddress = PeerAddress::V4([192, 0, 2, 1]);
     const B: PeerAddress = PeerAddress::V4([192, 0, 2, 2]);
 
     #[tokio::test(start_paused = true)]
     async fn an_address_with_too_many_sessions_loses_a_slot_to_a_new_address() {
-        let mut sessions = SessionSlots::new(3, SessionId::FIRST_GENERATION);
+        let mut sessions = slots();
         let mut crowd = Vec::new();
         for _ in 0..3 {
-            crowd.push(sessions.open(None, 0, A).unwrap());
+            crowd.push(sessions.open(None, 0, (A, &OWNER.into())).unwrap());
             tokio::time::advance(Duration::from_secs(1)).await;
         }
-        assert!(matches!(sessions.open(None, 0, A), Err(Error::Busy { limit: 3, .. })));
+        assert!(matches!(sessions.open(None, 0, (A, &OWNER.into())), Err(Error::Busy { limit: 3, .. })));
         sessions.heard(crowd[0].id);
-        let other = sessions.open(None, 0, B).unwrap();
+        let other = sessions.open(None, 0, (B, &OWNER.into())).unwrap();
         assert_eq!(
             other.evicted,
             Some(crowd[1].id),
@@ -176,23 +226,23 @@ mod tests {
         // A disconnected session loses its slot first. The session that lost its slot earlier can
         // be opened again.
         assert!(sessions.left(crowd[0].id, 0, crowd[0].attachment));
-        let back = sessions.open(Some(crowd[1].id), 0, A).unwrap();
+        let back = sessions.open(Some(crowd[1].id), 0, (A, &OWNER.into())).unwrap();
         assert_eq!((back.id, back.evicted), (crowd[1].id, Some(crowd[0].id)));
         assert_eq!(sessions.shortages(), Shortages { reclaimed: 1, refused: 1 });
     }
 
     #[tokio::test]
     async fn a_session_leaves_when_its_newest_attachments_on_all_shards_have_ended() {
-        let mut sessions = SessionSlots::new(3, SessionId::FIRST_GENERATION);
-        let first = sessions.open(None, 0, A).unwrap();
-        let second = sessions.open(Some(first.id), 1, A).unwrap();
-        let again = sessions.open(Some(first.id), 1, A).unwrap();
+        let mut sessions = slots();
+        let first = sessions.open(None, 0, (A, &OWNER.into())).unwrap();
+        let second = sessions.open(Some(first.id), 1, (A, &OWNER.into())).unwrap();
+        let again = sessions.open(Some(first.id), 1, (A, &OWNER.into())).unwrap();
         assert!(!sessions.left(first.id, 1, second.attachment), "a newer attachment took its place");
         assert!(!sessions.left(first.id, 0, first.attachment), "shard 1 has an attachment");
         assert!(sessions.left(first.id, 1, again.attachment));
         assert!(!sessions.left(first.id, 1, again.attachment), "an attachment ends once");
         let newest = sessions.newest_attachment();
-        sessions.open(Some(first.id), 1, A).unwrap();
+        sessions.open(Some(first.id), 1, (A, &OWNER.into())).unwrap();
         assert!(!sessions.close(first.id, newest), "the session was opened again");
         assert!(sessions.close(first.id, sessions.newest_attachment()));
     }

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use base::health::{HealthReport, HealthState};
 use client::{Client, Options, Pool};
 use common::Node;
-use identity::{Credentials, Protocol};
+use identity::Credentials;
 use messenger::transport::ofi::{Ofi, OfiConfig};
 use messenger::transport::tcp::Tcp;
 use messenger::{ConnectionConfig, Path, StreamStack};
@@ -101,7 +101,7 @@ impl Load {
             .unwrap_or_else(|e| panic!("libfabric cannot be used: {e}; run \"scripts/setup test\""));
         let path = Path::new(&format!("ofi:{provider}"), Arc::new(ofi), COOL_DOWN);
         let credentials = Credentials::load(node.0.path("node/credentials.toml").as_ref()).unwrap();
-        let trust = credentials.trust(Protocol::Messenger);
+        let trust = credentials.trust();
         let config = ConnectionConfig { trust, ..ConnectionConfig::default() };
         let stack = StreamStack::over(Tcp::default(), config).with_path(path);
         let stack = Arc::new(stack.on_own_thread().unwrap());

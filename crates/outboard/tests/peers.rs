@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use client::{Client, Error, Options};
 use futures::StreamExt;
 use futures::future::{join, join_all};
-use identity::{Credentials, Protocol, Trust};
+use identity::{Credentials, Trust};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde_json::Value;
 
@@ -104,7 +104,7 @@ impl NodeAt {
     fn of(node: &Node, status: &Value) -> NodeAt {
         let endpoint = status["endpoint"].as_str().unwrap().to_owned();
         let credentials = Credentials::load(&node.dir.path().join("credentials.toml")).unwrap();
-        NodeAt { endpoint, trust: credentials.trust(Protocol::Messenger) }
+        NodeAt { endpoint, trust: credentials.trust() }
     }
 
     fn options(&self, source: IpAddr) -> Options {

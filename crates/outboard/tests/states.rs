@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use client::{Client, Options};
 use common::Node;
-use identity::{Credentials, Protocol};
+use identity::Credentials;
 use rustix::process::{Pid, Signal, kill_process};
 
 /// The target that gets into a state.
@@ -101,7 +101,7 @@ impl Rig {
         runtime.block_on(async {
             let endpoint = self.node.status()["endpoint"].as_str().unwrap().to_owned();
             let credentials = Credentials::load(self.node.path("node/credentials.toml").as_ref()).unwrap();
-            let options = Options { trust: credentials.trust(Protocol::Messenger), ..Options::default() };
+            let options = Options { trust: credentials.trust(), ..Options::default() };
             let client = Client::connect(&endpoint, options).await.unwrap();
             let result = calls(&client).await;
             client.close().await;

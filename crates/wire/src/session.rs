@@ -20,12 +20,12 @@ impl SessionId {
     /// generation, so these ids are ordered before all ids that contain a generation.
     pub const FIRST_GENERATION: u64 = 1 << 47;
 
-    /// Creates the id of a session from its generation, its number and random bits. Only the lower
-    /// 48 bits of `generation` and `random` are used.
+    /// Creates the id of a session from its generation, its number and the bits by which the osd
+    /// recognises the id. Only the lower 48 bits of `generation` and `proof` are used.
     #[must_use]
-    pub fn new(generation: u64, number: u32, random: u64) -> SessionId {
+    pub fn new(generation: u64, number: u32, proof: u64) -> SessionId {
         let low = |bits: u64| u128::from(bits & ((1 << 48) - 1));
-        SessionId(low(generation) << 80 | u128::from(number) << 48 | low(random))
+        SessionId(low(generation) << 80 | u128::from(number) << 48 | low(proof))
     }
 
     /// Returns the generation in which the session was created:

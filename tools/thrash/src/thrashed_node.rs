@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use identity::{Credentials, Protocol, Trust};
+use identity::{Credentials, Trust};
 use rustix::process::{Pid, Signal, kill_process};
 use serde::Deserialize;
 
@@ -112,7 +112,7 @@ impl ThrashedNode {
     /// If the node's directory has no valid credentials.
     pub fn trust(&self) -> Result<Trust, String> {
         let credentials = Credentials::load(&self.dir.join("credentials.toml")).map_err(|e| e.to_string())?;
-        Ok(credentials.trust(Protocol::Messenger))
+        Ok(credentials.trust())
     }
 
     /// Returns the file of a target.

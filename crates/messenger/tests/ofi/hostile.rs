@@ -13,7 +13,7 @@ use fabric::{
     Fabric, FabricError, FabricEvent, Info, Library, MemoryRegion, Operation, PostError, ProviderQuery,
     RemoteRegion,
 };
-use identity::{Identity, KeyHash, Member, Members, ProofKey, Protocol, Trust};
+use identity::{Identity, KeyHash, Member, Members, ProofKey, Trust};
 use outboard_messenger::conformance::{Buffer, Rig, pool};
 use outboard_messenger::frame::{self, Body, Frame, FrameHeader, FrameKind, HEADER_LEN, Resume};
 use outboard_messenger::transport::ConnectTicket;
@@ -262,11 +262,11 @@ struct Users;
 
 impl Users {
     fn node() -> Trust {
-        Trust::server(Protocol::Messenger, &user("node"), Arc::new(Users))
+        Trust::server(&user("node"), Arc::new(Users))
     }
 
     fn trust(name: &str) -> Trust {
-        Trust::client(Protocol::Messenger, &user(name), user("node").key())
+        Trust::client(&user(name), user("node").key())
     }
 }
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 use crate::raw::{Beginning, PATIENCE, Raw, Victim, bytes, forge, hello, lost, offer, proof};
 use base::block::Payload;
 use bytes::Bytes;
-use identity::{Identity, IdentityError, ProofKey, Protocol, Trust};
+use identity::{Identity, IdentityError, ProofKey, Trust};
 use outboard_messenger::frame::{
     Body, Close, Hello, PullCancel, PullData, PullRequest, Push, Refusal, RejectCode, Resume, Welcome, Window,
 };
@@ -385,7 +385,7 @@ async fn recorded_and_changed_proofs_are_refused() {
 async fn a_client_with_an_unknown_key_learns_only_that_its_key_is_refused() {
     let mut victim = Victim::new().await;
     let stranger = Identity::generate();
-    let trust = Trust::client(Protocol::Messenger, &stranger, Trust::default().key());
+    let trust = Trust::client(&stranger, Trust::default().key());
     let mut raw = Raw::connect(&victim.endpoint).await;
     match raw.begin_as(&trust, hello()).await.0 {
         Some(Body::Reject(reject)) => {
@@ -406,7 +406,7 @@ async fn a_client_with_an_unknown_key_learns_only_that_its_key_is_refused() {
 async fn a_client_refuses_a_server_with_another_key() {
     let mut victim = Victim::new().await;
     let (own, expected) = (Identity::generate(), Identity::generate().key());
-    let trust = Trust::client(Protocol::Messenger, &own, expected);
+    let trust = Trust::client(&own, expected);
     let config = ConnectionConfig { trust, ..ConnectionConfig::default() };
     let connected = TcpStack::new(config).connect(&victim.endpoint, ConnectOptions::default()).await;
     let found = Trust::default().key();

@@ -2,7 +2,7 @@
 
 use base::block::Payload;
 use bytes::Bytes;
-use identity::{Handshake, ProofKey, Trust};
+use identity::{Handshake, ProofKey, Protocol, Trust};
 use outboard_messenger::frame::{self, Body, Challenge, Hello, MAX_CONTROL, Proof, Resume};
 use outboard_messenger::{ConnectionConfig, Limits};
 
@@ -16,7 +16,7 @@ pub(crate) struct Beginning {
 impl Beginning {
     /// Begins with this identity, and sends this `Hello` when the server has proved its identity.
     pub(crate) fn new(trust: &Trust, hello: Hello) -> Beginning {
-        let tls = Handshake::client(trust).expect("this side has an identity");
+        let tls = Handshake::client(trust, Protocol::Messenger).expect("this side has an identity");
         Beginning { tls, decrypted: Vec::new(), hello: Some(hello) }
     }
 

@@ -77,7 +77,7 @@ async fn serve(
         StoresAt::Here(_) => config.osd.cpus,
     };
     // The role runs in the node's directory.
-    let trust = NodeKeys::settle(Path::new("")).doing("reading the node's keys")?.trust();
+    let keys = NodeKeys::settle(Path::new("")).doing("reading the node's keys")?;
     let listen = listen.unwrap_or_else(|| config.listen.clone());
     let shards = shard_count(&config, cpus, &listen)?;
     let listen = port::settle(&listen, shards);
@@ -107,7 +107,8 @@ async fn serve(
         expected,
         run: base::entropy::uuid().as_u128(),
         shards,
-        trust,
+        trust: keys.trust(),
+        dpu_key: keys.dpu_key().clone(),
     };
     let heartbeats = process.heartbeat.map(|heartbeat| (heartbeat, checkpoints.clone()));
     let mut shards = ShardThreads::start(&common, &listen, heartbeats.as_ref())?;

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use client::Options;
-use identity::{Credentials, Protocol, Trust};
+use identity::{Credentials, Trust};
 use node::dir::NodeDir;
 use node::failure::{Doing, Failure, Result};
 use node::node_keys;
@@ -47,7 +47,7 @@ fn trust(args: &NodeArgs) -> Result<Trust> {
             path
         }
     };
-    Ok(Credentials::load(&path).doing(doing)?.trust(Protocol::Messenger))
+    Ok(Credentials::load(&path).doing(doing)?.trust())
 }
 
 /// Returns the node's address for clients: the value of `--endpoint` or `OUTBOARD_ENDPOINT`, or

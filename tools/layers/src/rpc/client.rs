@@ -11,7 +11,7 @@ use base::pool::BufferPool;
 use base::process::ProcessUsage;
 use futures::stream::{FuturesUnordered, StreamExt};
 use hdrhistogram::Histogram;
-use identity::{Credentials, Identity, OnlyProcess, Protocol, Trust};
+use identity::{Credentials, Identity, OnlyProcess, Trust};
 use messenger::{
     ConnectOptions, ConnectionEvent, Ends, Incoming, Message, NetworkStack, StackOptions, UseAs,
 };
@@ -52,8 +52,8 @@ async fn run(args: RpcArgs, spin: bool) -> Result<RpcSample> {
     let mut options = StackOptions { spin, ..StackOptions::default() };
     let accepts = matches!(args.mode, RpcMode::BulkRead | RpcMode::BulkWrite);
     options.connection.trust = match accepts {
-        true => Trust::server(Protocol::Messenger, &own, Arc::new(OnlyProcess(peer_key))),
-        false => Trust::client(Protocol::Messenger, &own, peer_key),
+        true => Trust::server(&own, Arc::new(OnlyProcess(peer_key))),
+        false => Trust::client(&own, peer_key),
     };
     let stack = messenger::open(&args.stack, &options, UseAs::Server).doing("opening the network stack")?;
     let of_peer = PeerStack { name: args.stack.to_string(), spin_us: spin.as_micros() as u64, credentials };

@@ -8,7 +8,7 @@ use std::time::Duration;
 use base::BoxFuture;
 use base::block::Payload;
 use base::thread::{self, ThreadClass};
-use identity::{Credentials, OnlyProcess, Protocol, Trust};
+use identity::{Credentials, OnlyProcess, Trust};
 use messenger::{
     BulkRegion, BulkSink, BulkSource, ConnectOptions, Connection, ConnectionEvent, Incoming, Message,
     StackOptions, UseAs,
@@ -68,8 +68,8 @@ fn open(stack: &PeerStack, accepts: bool) -> Result<Arc<dyn messenger::NetworkSt
     let Credentials { identity, node, .. } = Credentials::load(&stack.credentials).doing(doing)?;
     let mut options = StackOptions { spin: Duration::from_micros(stack.spin_us), ..StackOptions::default() };
     options.connection.trust = match accepts {
-        true => Trust::server(Protocol::Messenger, &identity, Arc::new(OnlyProcess(node))),
-        false => Trust::client(Protocol::Messenger, &identity, node),
+        true => Trust::server(&identity, Arc::new(OnlyProcess(node))),
+        false => Trust::client(&identity, node),
     };
     messenger::open(&choice, &options, UseAs::Server).doing("opening the network stack")
 }

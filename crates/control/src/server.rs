@@ -1,0 +1,398 @@
+//! [`ControlServer`]: accepts clients of the control plane and serves their calls.
+
+use std::io;
+use std::net::SocketAddr;
+use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll, Waker};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use base::BoxFuture;
+use base::budget::{Budget, PeerAddress};
+use base::collections::HashMap;
+use base::thread::ThreadClass;
+use identity::{KeyHash, Protocol, Trust, proven_key};
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{mpsc, oneshot};
+use tokio::time::Instant;
+use tokio_rustls::TlsAcceptor;
+use tokio_rustls::server::TlsStream;
+use tonic::service::interceptor::InterceptedService;
+use tonic::transport::server::Connected;
+use tonic::{Request, Status};
+use wire::{AdminReply, AdminRequest};
+
+use crate::proto::node_server::NodeServer;
+use crate::proto::pools_server::PoolsServer;
+use crate::proto::targets_server::TargetsServer;
+use crate::proto::{self};
+use crate::services::Services;
+
+/// Maximum number of connections, handshakes included. At this limit, a new connection replaces the
+/// longest-silent connection of an address that holds more than its fair share.
+const CONNECTIONS_MAX: usize = 128;
+
+/// Minimum silence after which a connection loses its slot to another connection of its own address.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// Time limit of a TLS handshake, and lifetime of a connection whose client has an unknown key.
+const HANDSHAKE_TIME: Duration = Duration::from_secs(5);
+
+/// Maximum number of connections that wait for the server of HTTP/2.
+const BACKLOG: usize = 16;
+
+/// Pause after the system failed to accept a connection.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+
+/// Time between two probes of an idle connection, and time limit of the answer.
+const KEEPALIVE: (Duration, Duration) = (Duration::from_secs(30), Duration::from_secs(10));
+
+/// Maximum size of a request, in bytes. Requests contain names and numbers.
+const REQUEST_BYTES_MAX: usize = 64 << 10;
+
+/// Executes administrative requests. The osd implements it. Any thread may call it.
+pub trait Administrator: Send + Sync {
+    /// Executes a request. `is_repeated` says whether an earlier attempt of the request may have taken
+    /// effect.
+    fn administer(
+        &self,
+        request: AdminRequest,
+        is_repeated: bool,
+    ) -> BoxFuture<'static, wire::Result<AdminReply>>;
+}
+
+/// A bound address at which a [`ControlServer`] will serve calls.
+#[derive(Debug)]
+pub struct ControlListener {
+    listener: std::net::TcpListener,
+    address: SocketAddr,
+}
+
+impl ControlListener {
+    /// Binds `address`, which is `host:port`. Port 0 chooses a free port.
+    ///
+    /// # Errors
+    /// If the address cannot be used.
+    pub fn bind(address: &str) -> io::Result<ControlListener> {
+        let listener = std::net::TcpListener::bind(address)?;
+        listener.set_nonblocking(true)?;
+        let address = listener.local_addr()?;
+        Ok(ControlListener { listener, address })
+    }
+
+    /// Returns the address.
+    #[must_use]
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+}
+
+/// The server of the control plane, on a thread of its own. Dropping it ends the thread, and all calls
+/// in progress fail.
+#[derive(Debug)]
+pub struct ControlServer {
+    address: SocketAddr,
+    stop: Option<oneshot::Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl ControlServer {
+    /// Starts to serve calls at the listener's address. `trust` says whose calls the server accepts.
+    ///
+    /// # Errors
+    /// If the system cannot start a thread.
+    pub fn start(
+        listener: ControlListener,
+        trust: Trust,
+        administrator: Arc<dyn Administrator>,
+    ) -> io::Result<ControlServer> {
+        let address = listener.address;
+        let (stop, stopped) = oneshot::channel();
+        let runtime = base::task::runtime()?;
+        let body = move || {
+            let serving = serve(listener.listener, trust, administrator);
+            runtime.block_on(async {
+                tokio::select! {
+                    result = serving => if let Err(error) = result {
+                        tracing::error!(%error, "the control plane has stopped serving calls");
+                    },
+                    // Dropping the sender also means to stop.
+                    _ = stopped => {}
+                }
+            });
+        };
+        let thread = base::thread::spawn(ThreadClass::Admin, "control", body)?;
+        Ok(ControlServer { address, stop: Some(stop), thread: Some(thread) })
+    }
+
+    /// Returns the address at which the server serves calls.
+    #[must_use]
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+}
+
+impl Drop for ControlServer {
+    fn drop(&mut self) {
+        drop(self.stop.take());
+        if let Some(thread) = self.thread.take() {
+            // The panic hook has already reported a panic of the thread.
+            drop(thread.join());
+        }
+    }
+}
+
+async fn serve(
+    listener: std::net::TcpListener,
+    trust: Trust,
+    administrator: Arc<dyn Administrator>,
+) -> Result<(), Box<dyn std::error::Error>> {
+    let listener = TcpListener::from_std(listener)?;
+    let config = trust.server_config(Protocol::Control).ok_or("this process may not act as server")?;
+    let (accepted, connections) = mpsc::channel(BACKLOG);
+    let reception = Arc::new(Reception {
+        acceptor: TlsAcceptor::from(config),
+        trust: trust.clone(),
+        places: Arc::default(),
+        accepted,
+    });
+    let accepting = accept_all(listener, reception);
+    let services = Services(administrator);
+    let guard = move |request: Request<()>| check_caller(&trust, request);
+    let guarded = |limit: usize| (guard.clone(), limit);
+    let (guard, limit) = guarded(REQUEST_BYTES_MAX);
+    let node = NodeServer::new(services.clone()).max_decoding_message_size(limit);
+    let pools = PoolsServer::new(services.clone()).max_decoding_message_size(limit);
+    let targets = TargetsServer::new(services).max_decoding_message_size(limit);
+    let (health, healthy) = tonic_health::server::health_reporter();
+    health.set_serving::<NodeServer<Services>>().await;
+    let reflection = tonic_reflection::server::Builder::configure()
+        .register_encoded_file_descriptor_set(proto::DESCRIPTORS)
+        .build_v1()?;
+    let incoming = futures::stream::unfold(connections, |mut connections| async {
+        let next = connections.recv().await?;
+        Some((Ok::<_, io::Error>(next), connections))
+    });
+    let serving = tonic::transport::Server::builder()
+        .http2_keepalive_interval(Some(KEEPALIVE.0))
+        .http2_keepalive_timeout(Some(KEEPALIVE.1))
+        .add_service(InterceptedService::new(node, guard.clone()))
+        .add_service(InterceptedService::new(pools, guard.clone()))
+        .add_service(InterceptedService::new(targets, guard.clone()))
+        .add_service(InterceptedService::new(healthy, guard.clone()))
+        .add_service(InterceptedService::new(reflection, guard))
+        .serve_with_incoming(incoming);
+    tokio::select! {
+        never = accepting => match never {},
+        result = serving => Ok(result?),
+    }
+}
+
+/// Refuses the calls of clients whose keys are unknown now. A user may have been removed since the
+/// connection began.
+fn check_caller(trust: &Trust, request: Request<()>) -> Result<Request<()>, Status> {
+    let key = request.extensions().get::<Caller>().map(|caller| caller.key);
+    match key.map(|key| (key, trust.member(&key))) {
+        Some((_, Some(_))) => Ok(request),
+        Some((key, None)) => Err(Status::unauthenticated(format!(
+            "the node refuses the key {key}: it is unknown or was revoked; use the credentials of a user of this node"
+        ))),
+        None => Err(Status::unauthenticated("the client has proved no key")),
+    }
+}
+
+/// The client of a connection.
+#[derive(Debug, Clone)]
+struct Caller {
+    key: KeyHash,
+}
+
+/// What the tasks that accept connections share.
+struct Reception {
+    acceptor: TlsAcceptor,
+    trust: Trust,
+    places: Arc<Places>,
+    accepted: mpsc::Sender<ControlStream>,
+}
+
+async fn accept_all(listener: TcpListener, reception: Arc<Reception>) -> std::convert::Infallible {
+    loop {
+        match listener.accept().await {
+            Ok((stream, peer)) => {
+                if let Some(place) = reception.places.take(peer.ip().into()) {
+                    base::task::spawn(ThreadClass::Admin, Arc::clone(&reception).receive(stream, place));
+                }
+            }
+            Err(error) => {
+                tracing::warn!(%error, "the control plane cannot accept a connection");
+                tokio::time::sleep(ACCEPT_PAUSE).await;
+            }
+        }
+    }
+}
+
+impl Reception {
+    /// Performs the handshake with a client.
+    async fn receive(self: Arc<Self>, stream: TcpStream, place: Place) {
+        // Without this option, small messages wait for acknowledgements.
+        let _ = stream.set_nodelay(true);
+        let shaking = async {
+            tokio::select! {
+                biased;
+                () = place.slot.closed() => None,
+                shaken = tokio::time::timeout(HANDSHAKE_TIME, self.acceptor.accept(stream)) => {
+                    shaken.ok().and_then(|shaken| {
+                        shaken.inspect_err(|error| tracing::debug!(%error, "a handshake has failed")).ok()
+                    })
+                }
+            }
+        };
+        let Some(stream) = shaking.await else { return };
+        let connection = stream.get_ref().1;
+        let Some(key) = proven_key(connection) else { return };
+        if connection.alpn_protocol() != Some(b"h2") {
+            return;
+        }
+        if self.trust.member(&key).is_none() {
+            // The client learns the reason from its first call.
+            let slot = Arc::clone(&place.slot);
+            base::task::spawn(ThreadClass::Admin, async move {
+                tokio::time::sleep(HANDSHAKE_TIME).await;
+                slot.close();
+            });
+        }
+        // If the server has ended, the connection is dropped.
+        let _ = self.accepted.send(ControlStream { stream, place, caller: Caller { key } }).await;
+    }
+}
+
+/// The slots of the connections.
+struct Places(Mutex<PlaceTable>);
+
+struct PlaceTable {
+    last: u64,
+    budget: Budget<u64>,
+    slots: HashMap<u64, Arc<Slot>>,
+}
+
+/// The slot of a connection. Dropping it frees the slot.
+struct Place {
+    id: u64,
+    slot: Arc<Slot>,
+    places: Arc<Places>,
+}
+
+/// Whether a connection must end.
+#[derive(Default)]
+struct Slot {
+    is_closed: AtomicBool,
+    reader: Mutex<Option<Waker>>,
+}
+
+impl Default for Places {
+    fn default() -> Places {
+        let budget = Budget::new(CONNECTIONS_MAX, PATIENCE);
+        Places(Mutex::new(PlaceTable { last: 0, budget, slots: HashMap::default() }))
+    }
+}
+
+impl Places {
+    fn lock(&self) -> MutexGuard<'_, PlaceTable> {
+        // No code panics while it holds the mutex.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Gives a slot to a connection from `peer`, perhaps that of another connection. `None` if the
+    /// address already holds its fair share.
+    fn take(self: &Arc<Self>, peer: PeerAddress) -> Option<Place> {
+        let mut table = self.lock();
+        table.last += 1;
+        let id = table.last;
+        let victim = table.budget.admit(id, peer, Instant::now()).ok()?;
+        let victim = victim.and_then(|victim| table.slots.remove(&victim));
+        let slot = Arc::<Slot>::default();
+        table.slots.insert(id, Arc::clone(&slot));
+        drop(table);
+        if let Some(victim) = victim {
+            victim.close();
+        }
+        Some(Place { id, slot, places: Arc::clone(self) })
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        let mut table = self.places.lock();
+        table.budget.remove(self.id);
+        table.slots.remove(&self.id);
+    }
+}
+
+impl Slot {
+    fn close(&self) {
+        self.is_closed.store(true, Ordering::Release);
+        let waker = self.reader.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(waker) = waker {
+            waker.wake();
+        }
+    }
+
+    /// Returns whether the connection must end. If not, `cx` is woken when it must.
+    fn poll_closed(&self, cx: &Context<'_>) -> bool {
+        *self.reader.lock().unwrap_or_else(PoisonError::into_inner) = Some(cx.waker().clone());
+        self.is_closed.load(Ordering::Acquire)
+    }
+
+    async fn closed(&self) {
+        std::future::poll_fn(|cx| if self.poll_closed(cx) { Poll::Ready(()) } else { Poll::Pending }).await;
+    }
+}
+
+/// A connection whose client has proved its key.
+struct ControlStream {
+    stream: TlsStream<TcpStream>,
+    place: Place,
+    caller: Caller,
+}
+
+impl Connected for ControlStream {
+    type ConnectInfo = Caller;
+
+    fn connect_info(&self) -> Caller {
+        self.caller.clone()
+    }
+}
+
+impl AsyncRead for ControlStream {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        if self.place.slot.poll_closed(cx) {
+            return Poll::Ready(Err(io::ErrorKind::ConnectionAborted.into()));
+        }
+        let read = Pin::new(&mut self.stream).poll_read(cx, buf);
+        if read.is_ready() {
+            self.place.places.lock().budget.heard(self.place.id, Instant::now());
+        }
+        read
+    }
+}
+
+impl AsyncWrite for ControlStream {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write(cx, buf)
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(cx)
+    }
+}

@@ -1,0 +1,201 @@
+//! Calls of the control plane over loopback TCP, and attacks on its server.
+
+use std::net::TcpStream;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use base::BoxFuture;
+use control::{Administrator, ControlClient, ControlError, ControlListener, ControlServer};
+use identity::{Identity, IdentityError, KeyHash, Member, Members, Trust};
+use wire::{AdminReply, AdminRequest, Error, PoolInfo, PoolLoss, Redundancy, ScrubStatus};
+
+/// An administrator that records the requests and answers from a list.
+#[derive(Default)]
+struct Recorder {
+    seen: Mutex<Vec<(AdminRequest, bool)>>,
+    answer: Mutex<Option<wire::Result<AdminReply>>>,
+}
+
+impl Administrator for Recorder {
+    fn administer(
+        &self,
+        request: AdminRequest,
+        is_repeated: bool,
+    ) -> BoxFuture<'static, wire::Result<AdminReply>> {
+        self.seen.lock().unwrap().push((request, is_repeated));
+        let answer = self.answer.lock().unwrap().clone().unwrap_or(Ok(AdminReply::Done));
+        Box::pin(std::future::ready(answer))
+    }
+}
+
+/// The node's users, who may be removed.
+struct Users(Mutex<Vec<KeyHash>>);
+
+impl Members for Users {
+    fn find(&self, key: &KeyHash) -> Option<Member> {
+        let known = self.0.lock().unwrap().contains(key);
+        known.then(|| Member { tenant: "main".into(), user: "admin".into() })
+    }
+}
+
+struct World {
+    recorder: Arc<Recorder>,
+    users: Arc<Users>,
+    node: Identity,
+    user: Identity,
+    server: ControlServer,
+}
+
+impl World {
+    fn new() -> World {
+        let (node, user) = (Identity::generate(), Identity::generate());
+        let users = Arc::new(Users(Mutex::new(vec![user.key()])));
+        let recorder = Arc::<Recorder>::default();
+        let listener = ControlListener::bind("127.0.0.1:0").unwrap();
+        let trust = Trust::server(&node, Arc::clone(&users) as _);
+        let server = ControlServer::start(listener, trust, Arc::clone(&recorder) as _).unwrap();
+        World { recorder, users, node, user, server }
+    }
+
+    fn endpoint(&self) -> String {
+        self.server.address().to_string()
+    }
+
+    fn client(&self) -> ControlClient {
+        ControlClient::new(Trust::client(&self.user, self.node.key()))
+    }
+
+    async fn call(
+        &self,
+        request: AdminRequest,
+        answer: wire::Result<AdminReply>,
+    ) -> Result<AdminReply, ControlError> {
+        *self.recorder.answer.lock().unwrap() = Some(answer);
+        self.client().administer(&self.endpoint(), request, false).await
+    }
+}
+
+#[tokio::test]
+async fn every_request_and_every_reply_arrives_unchanged() {
+    let world = World::new();
+    let redundancy: Redundancy = "ec:4+2".parse().unwrap();
+    let pool = PoolInfo { id: 3, name: "films".into(), pg_count: 8, redundancy, made_ms: 5 };
+    let loss = PoolLoss { pool: "films".into(), redundancy, groups: 8, waiting: 2, emptied: 1 };
+    let name = || bytes::Bytes::from_static(b"films");
+    let calls = [
+        (AdminRequest::PoolCreate { name: name(), pg_count: 8, redundancy }, AdminReply::Done),
+        (AdminRequest::PoolList, AdminReply::Pools(vec![pool])),
+        (AdminRequest::PoolRemove { name: name(), force: true }, AdminReply::Done),
+        (
+            AdminRequest::Scrub { pool: name(), start: true, repair: false },
+            AdminReply::Scrub(Box::<ScrubStatus>::default()),
+        ),
+        (AdminRequest::TargetSetOut { index: 2, out: true }, AdminReply::Done),
+        (AdminRequest::TargetReplace { index: 2, uuid: uuid::Uuid::from_u128(7) }, AdminReply::Done),
+        (AdminRequest::TargetForget { index: 2, accept_loss: true }, AdminReply::Loss(vec![loss])),
+        (AdminRequest::SetRebuildRate(1 << 40), AdminReply::Done),
+        (AdminRequest::SetCodingMode("hybrid:1:3".parse().unwrap()), AdminReply::Done),
+        (AdminRequest::CollectOrphans { older_than_ms: 9 }, AdminReply::Collected(4)),
+        (AdminRequest::Usage, AdminReply::Usage(Vec::new())),
+    ];
+    for (request, reply) in calls {
+        let answer = world.call(request.clone(), Ok(reply.clone())).await;
+        assert_eq!(answer, Ok(reply));
+        assert_eq!(world.recorder.seen.lock().unwrap().pop(), Some((request, false)));
+    }
+}
+
+#[tokio::test]
+async fn a_refusal_arrives_as_the_nodes_error_and_a_repetition_is_marked() {
+    let world = World::new();
+    let error = Error::PoolNotEmpty("films".into());
+    let request = AdminRequest::PoolRemove { name: "films".into(), force: false };
+    let answer = world.call(request.clone(), Err(error.clone())).await;
+    assert_eq!(answer, Err(ControlError::Refused(error)));
+    let client = world.client();
+    client.administer(&world.endpoint(), request.clone(), true).await.unwrap_err();
+    assert_eq!(world.recorder.seen.lock().unwrap().pop(), Some((request, true)));
+    // An answer of another kind is an error of one call.
+    let wrong = world.call(AdminRequest::PoolList, Ok(AdminReply::Done)).await;
+    assert!(matches!(wrong, Err(ControlError::Refused(Error::BadRequest(_)))), "{wrong:?}");
+}
+
+#[tokio::test]
+async fn only_users_of_the_node_administer_it_and_only_that_node() {
+    let world = World::new();
+    let stranger = ControlClient::new(Trust::client(&Identity::generate(), world.node.key()));
+    let refused = stranger.administer(&world.endpoint(), AdminRequest::PoolList, false).await;
+    assert!(matches!(refused, Err(ControlError::NotPermitted(_))), "{refused:?}");
+    let (expected, found) = (Identity::generate().key(), world.node.key());
+    let misled = ControlClient::new(Trust::client(&world.user, expected));
+    let refused = misled.administer(&world.endpoint(), AdminRequest::PoolList, false).await;
+    assert_eq!(refused, Err(ControlError::Identity(IdentityError::OtherServer { expected, found })));
+    assert!(world.recorder.seen.lock().unwrap().is_empty(), "no call has reached the osd");
+    // A user who is removed loses the right to further calls of an open connection.
+    let client = world.client();
+    client.administer(&world.endpoint(), AdminRequest::SetRebuildRate(0), false).await.unwrap();
+    world.users.0.lock().unwrap().clear();
+    let refused = client.administer(&world.endpoint(), AdminRequest::SetRebuildRate(1), false).await;
+    assert!(matches!(refused, Err(ControlError::NotPermitted(_))), "{refused:?}");
+    assert_eq!(world.recorder.seen.lock().unwrap().len(), 1);
+}
+
+#[tokio::test]
+async fn a_client_continues_with_a_server_that_restarts() {
+    let mut world = World::new();
+    let client = world.client();
+    client.administer(&world.endpoint(), AdminRequest::SetRebuildRate(0), false).await.unwrap();
+    let endpoint = world.endpoint();
+    let trust = Trust::server(&world.node, Arc::clone(&world.users) as _);
+    let spare = ControlListener::bind("127.0.0.1:0").unwrap();
+    let unused = ControlServer::start(spare, trust.clone(), Arc::clone(&world.recorder) as _).unwrap();
+    drop(std::mem::replace(&mut world.server, unused));
+    let down = client.administer(&endpoint, AdminRequest::SetRebuildRate(0), false).await;
+    assert!(matches!(down, Err(ControlError::Unreachable { .. })), "{down:?}");
+    let listener = ControlListener::bind(&endpoint).unwrap();
+    let _again = ControlServer::start(listener, trust, Arc::clone(&world.recorder) as _).unwrap();
+    let began = Instant::now();
+    while client.administer(&endpoint, AdminRequest::SetRebuildRate(0), false).await.is_err() {
+        assert!(began.elapsed() < Duration::from_secs(10), "the client does not connect again");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+#[tokio::test]
+async fn silent_connections_of_one_address_do_not_keep_clients_of_another_out() {
+    let world = World::new();
+    let silent: Vec<TcpStream> =
+        (0..300).map(|_| TcpStream::connect(world.server.address()).unwrap()).collect();
+    let began = Instant::now();
+    let socket = tokio::net::TcpSocket::new_v4().unwrap();
+    socket.bind("127.0.0.2:0".parse().unwrap()).unwrap();
+    let other = socket.connect(world.server.address()).await.unwrap();
+    let config = Trust::client(&world.user, world.node.key());
+    let config = config.client_config(identity::Protocol::Control).unwrap();
+    let shaken = tokio_rustls::TlsConnector::from(config).connect(identity::server_name(), other);
+    let shaken = tokio::time::timeout(Duration::from_secs(3), shaken).await;
+    shaken.expect("a handshake in time").unwrap();
+    assert!(began.elapsed() < Duration::from_secs(3));
+    drop(silent);
+}
+
+#[tokio::test]
+async fn garbage_costs_its_own_connection_only() {
+    use std::io::{Read, Write};
+    let world = World::new();
+    for garbage in [
+        &b"GET / HTTP/1.1\r\n\r\n"[..],
+        &[0; 5000],
+        &[22, 3, 1, 255, 255],
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    ] {
+        let mut raw = TcpStream::connect(world.server.address()).unwrap();
+        raw.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+        // The server may close the connection while the bytes are being written.
+        let _ = raw.write_all(garbage);
+        let mut answer = Vec::new();
+        let _ = raw.take(4096).read_to_end(&mut answer);
+        assert!(answer.len() < 100, "the server answers garbage with {answer:?}");
+    }
+    world.client().administer(&world.endpoint(), AdminRequest::SetRebuildRate(0), false).await.unwrap();
+}
