@@ -81,8 +81,8 @@ impl ControlClient {
         let channel = self.channel(endpoint).await?;
         let called = call(channel, request, is_repeated).await;
         called.map_err(|e| match e {
-            CallError::Status(status) => self.failed(endpoint, &status),
-            CallError::Answer(e) => ControlError::BadAnswer(e.0),
+            FailedCall::Status(status) => self.failed(endpoint, &status),
+            FailedCall::Answer(e) => ControlError::BadAnswer(e.0),
         })
     }
 
@@ -145,20 +145,20 @@ impl ControlClient {
     }
 }
 
-enum CallError {
+enum FailedCall {
     Status(Status),
     Answer(BadAnswer),
 }
 
-impl From<Status> for CallError {
-    fn from(status: Status) -> CallError {
-        CallError::Status(status)
+impl From<Status> for FailedCall {
+    fn from(status: Status) -> FailedCall {
+        FailedCall::Status(status)
     }
 }
 
-impl From<BadAnswer> for CallError {
-    fn from(e: BadAnswer) -> CallError {
-        CallError::Answer(e)
+impl From<BadAnswer> for FailedCall {
+    fn from(e: BadAnswer) -> FailedCall {
+        FailedCall::Answer(e)
     }
 }
 
@@ -171,7 +171,7 @@ fn text(name: &[u8]) -> String {
     String::from_utf8_lossy(name).into_owned()
 }
 
-async fn call(channel: Channel, request: AdminRequest, repeated: bool) -> Result<AdminReply, CallError> {
+async fn call(channel: Channel, request: AdminRequest, repeated: bool) -> Result<AdminReply, FailedCall> {
     let mut node = NodeClient::new(channel.clone());
     let mut pools = PoolsClient::new(channel.clone());
     let mut targets = TargetsClient::new(channel);

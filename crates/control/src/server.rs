@@ -153,7 +153,7 @@ async fn serve(
     let listener = TcpListener::from_std(listener)?;
     let config = trust.server_config(Protocol::Control).ok_or("this process may not act as server")?;
     let (accepted, connections) = mpsc::channel(BACKLOG);
-    let reception = Arc::new(Reception {
+    let reception = Arc::new(ControlReception {
         acceptor: TlsAcceptor::from(config),
         trust: trust.clone(),
         places: Arc::default(),
@@ -195,7 +195,7 @@ async fn serve(
 /// connection began.
 fn check_caller(trust: &Trust, request: Request<()>) -> Result<Request<()>, Status> {
     let key = request.extensions().get::<Caller>().map(|caller| caller.key);
-    match key.map(|key| (key, trust.member(&key))) {
+    match key.map(|key| (key, trust.user_of(&key))) {
         Some((_, Some(_))) => Ok(request),
         Some((key, None)) => Err(Status::unauthenticated(format!(
             "the node refuses the key {key}: it is unknown or was revoked; use the credentials of a user of this node"
@@ -211,14 +211,14 @@ struct Caller {
 }
 
 /// What the tasks that accept connections share.
-struct Reception {
+struct ControlReception {
     acceptor: TlsAcceptor,
     trust: Trust,
     places: Arc<Places>,
     accepted: mpsc::Sender<ControlStream>,
 }
 
-async fn accept_all(listener: TcpListener, reception: Arc<Reception>) -> std::convert::Infallible {
+async fn accept_all(listener: TcpListener, reception: Arc<ControlReception>) -> std::convert::Infallible {
     loop {
         match listener.accept().await {
             Ok((stream, peer)) => {
@@ -234,9 +234,9 @@ async fn accept_all(listener: TcpListener, reception: Arc<Reception>) -> std::co
     }
 }
 
-impl Reception {
+impl ControlReception {
     /// Performs the handshake with a client.
-    async fn receive(self: Arc<Self>, stream: TcpStream, place: Place) {
+    async fn receive(self: Arc<Self>, stream: TcpStream, place: ConnectionPlace) {
         // Without this option, small messages wait for acknowledgements.
         let _ = stream.set_nodelay(true);
         let shaking = async {
@@ -256,7 +256,7 @@ impl Reception {
         if connection.alpn_protocol() != Some(b"h2") {
             return;
         }
-        if self.trust.member(&key).is_none() {
+        if self.trust.user_of(&key).is_none() {
             // The client learns the reason from its first call.
             let slot = Arc::clone(&place.slot);
             base::task::spawn(ThreadClass::Admin, async move {
@@ -275,19 +275,19 @@ struct Places(Mutex<PlaceTable>);
 struct PlaceTable {
     last: u64,
     budget: Budget<u64>,
-    slots: HashMap<u64, Arc<Slot>>,
+    slots: HashMap<u64, Arc<ClosingSignal>>,
 }
 
 /// The slot of a connection. Dropping it frees the slot.
-struct Place {
+struct ConnectionPlace {
     id: u64,
-    slot: Arc<Slot>,
+    slot: Arc<ClosingSignal>,
     places: Arc<Places>,
 }
 
 /// Whether a connection must end.
 #[derive(Default)]
-struct Slot {
+struct ClosingSignal {
     is_closed: AtomicBool,
     reader: Mutex<Option<Waker>>,
 }
@@ -307,23 +307,23 @@ impl Places {
 
     /// Gives a slot to a connection from `peer`, perhaps that of another connection. `None` if the
     /// address already holds its fair share.
-    fn take(self: &Arc<Self>, peer: PeerAddress) -> Option<Place> {
+    fn take(self: &Arc<Self>, peer: PeerAddress) -> Option<ConnectionPlace> {
         let mut table = self.lock();
         table.last += 1;
         let id = table.last;
         let victim = table.budget.admit(id, peer, Instant::now()).ok()?;
         let victim = victim.and_then(|victim| table.slots.remove(&victim));
-        let slot = Arc::<Slot>::default();
+        let slot = Arc::<ClosingSignal>::default();
         table.slots.insert(id, Arc::clone(&slot));
         drop(table);
         if let Some(victim) = victim {
             victim.close();
         }
-        Some(Place { id, slot, places: Arc::clone(self) })
+        Some(ConnectionPlace { id, slot, places: Arc::clone(self) })
     }
 }
 
-impl Drop for Place {
+impl Drop for ConnectionPlace {
     fn drop(&mut self) {
         let mut table = self.places.lock();
         table.budget.remove(self.id);
@@ -331,7 +331,7 @@ impl Drop for Place {
     }
 }
 
-impl Slot {
+impl ClosingSignal {
     fn close(&self) {
         self.is_closed.store(true, Ordering::Release);
         let waker = self.reader.lock().unwrap_or_else(PoisonError::into_inner).take();
@@ -354,7 +354,7 @@ impl Slot {
 /// A connection whose client has proved its key.
 struct ControlStream {
     stream: TlsStream<TcpStream>,
-    place: Place,
+    place: ConnectionPlace,
     caller: Caller,
 }
 

@@ -15,7 +15,7 @@ use crate::server::Administrator;
 #[derive(Clone)]
 pub(crate) struct Services(pub(crate) Arc<dyn Administrator>);
 
-type Answer<T> = Result<Response<T>, Status>;
+type GrpcAnswer<T> = Result<Response<T>, Status>;
 
 impl Services {
     /// Executes a request. `is_repeated` says whether an earlier attempt may have taken effect.
@@ -42,14 +42,14 @@ fn bad(e: impl std::fmt::Display, what: &str) -> Status {
 
 #[tonic::async_trait]
 impl node_server::Node for Services {
-    async fn get_status(&self, _: Request<proto::GetStatusRequest>) -> Answer<proto::GetStatusResponse> {
+    async fn get_status(&self, _: Request<proto::GetStatusRequest>) -> GrpcAnswer<proto::GetStatusResponse> {
         match self.ask(AdminRequest::Status, false).await? {
             AdminReply::Status(status) => Ok(Response::new(proto::GetStatusResponse { json: json(&status) })),
             other => Err(status_of(&unexpected(&AdminRequest::Status, &other))),
         }
     }
 
-    async fn get_usage(&self, _: Request<proto::GetUsageRequest>) -> Answer<proto::GetUsageResponse> {
+    async fn get_usage(&self, _: Request<proto::GetUsageRequest>) -> GrpcAnswer<proto::GetUsageResponse> {
         match self.ask(AdminRequest::Usage, false).await? {
             AdminReply::Usage(usage) => Ok(Response::new(proto::GetUsageResponse { json: json(&usage) })),
             other => Err(status_of(&unexpected(&AdminRequest::Usage, &other))),
@@ -59,7 +59,7 @@ impl node_server::Node for Services {
     async fn set_rebuild_rate(
         &self,
         request: Request<proto::SetRebuildRateRequest>,
-    ) -> Answer<proto::SetRebuildRateResponse> {
+    ) -> GrpcAnswer<proto::SetRebuildRateResponse> {
         self.order(AdminRequest::SetRebuildRate(request.into_inner().bytes_per_second), false).await?;
         Ok(Response::new(proto::SetRebuildRateResponse {}))
     }
@@ -67,7 +67,7 @@ impl node_server::Node for Services {
     async fn set_coding_mode(
         &self,
         request: Request<proto::SetCodingModeRequest>,
-    ) -> Answer<proto::SetCodingModeResponse> {
+    ) -> GrpcAnswer<proto::SetCodingModeResponse> {
         let mode = request.into_inner().mode.parse().map_err(|e| bad(e, "coding mode"))?;
         self.order(AdminRequest::SetCodingMode(mode), false).await?;
         Ok(Response::new(proto::SetCodingModeResponse {}))
@@ -76,7 +76,7 @@ impl node_server::Node for Services {
     async fn collect_orphans(
         &self,
         request: Request<proto::CollectOrphansRequest>,
-    ) -> Answer<proto::CollectOrphansResponse> {
+    ) -> GrpcAnswer<proto::CollectOrphansResponse> {
         let request = AdminRequest::CollectOrphans { older_than_ms: request.into_inner().older_than_ms };
         match self.ask(request.clone(), false).await? {
             AdminReply::Collected(removed) => Ok(Response::new(proto::CollectOrphansResponse { removed })),
@@ -90,7 +90,7 @@ impl pools_server::Pools for Services {
     async fn create_pool(
         &self,
         request: Request<proto::CreatePoolRequest>,
-    ) -> Answer<proto::CreatePoolResponse> {
+    ) -> GrpcAnswer<proto::CreatePoolResponse> {
         let proto::CreatePoolRequest { name, pg_count, redundancy: scheme, repeated } = request.into_inner();
         let redundancy = redundancy(&scheme).map_err(|e| status_of(&e))?;
         let request = AdminRequest::PoolCreate { name: Bytes::from(name), pg_count, redundancy };
@@ -98,7 +98,7 @@ impl pools_server::Pools for Services {
         Ok(Response::new(proto::CreatePoolResponse {}))
     }
 
-    async fn list_pools(&self, _: Request<proto::ListPoolsRequest>) -> Answer<proto::ListPoolsResponse> {
+    async fn list_pools(&self, _: Request<proto::ListPoolsRequest>) -> GrpcAnswer<proto::ListPoolsResponse> {
         match self.ask(AdminRequest::PoolList, false).await? {
             AdminReply::Pools(pools) => {
                 let pools = pools.into_iter().map(proto::Pool::from).collect();
@@ -111,7 +111,7 @@ impl pools_server::Pools for Services {
     async fn remove_pool(
         &self,
         request: Request<proto::RemovePoolRequest>,
-    ) -> Answer<proto::RemovePoolResponse> {
+    ) -> GrpcAnswer<proto::RemovePoolResponse> {
         let proto::RemovePoolRequest { name, force, repeated } = request.into_inner();
         self.order(AdminRequest::PoolRemove { name: Bytes::from(name), force }, repeated).await?;
         Ok(Response::new(proto::RemovePoolResponse {}))
@@ -120,7 +120,7 @@ impl pools_server::Pools for Services {
     async fn scrub_pool(
         &self,
         request: Request<proto::ScrubPoolRequest>,
-    ) -> Answer<proto::ScrubPoolResponse> {
+    ) -> GrpcAnswer<proto::ScrubPoolResponse> {
         let proto::ScrubPoolRequest { name, start, repair } = request.into_inner();
         let request = AdminRequest::Scrub { pool: Bytes::from(name), start, repair };
         match self.ask(request.clone(), false).await? {
@@ -137,7 +137,7 @@ impl targets_server::Targets for Services {
     async fn set_target_out(
         &self,
         request: Request<proto::SetTargetOutRequest>,
-    ) -> Answer<proto::SetTargetOutResponse> {
+    ) -> GrpcAnswer<proto::SetTargetOutResponse> {
         let proto::SetTargetOutRequest { index, out } = request.into_inner();
         self.order(AdminRequest::TargetSetOut { index, out }, false).await?;
         Ok(Response::new(proto::SetTargetOutResponse {}))
@@ -146,7 +146,7 @@ impl targets_server::Targets for Services {
     async fn replace_target(
         &self,
         request: Request<proto::ReplaceTargetRequest>,
-    ) -> Answer<proto::ReplaceTargetResponse> {
+    ) -> GrpcAnswer<proto::ReplaceTargetResponse> {
         let proto::ReplaceTargetRequest { index, uuid } = request.into_inner();
         let uuid = uuid.parse().map_err(|e| bad(e, "UUID of the new target"))?;
         self.order(AdminRequest::TargetReplace { index, uuid }, false).await?;
@@ -156,7 +156,7 @@ impl targets_server::Targets for Services {
     async fn forget_target(
         &self,
         request: Request<proto::ForgetTargetRequest>,
-    ) -> Answer<proto::ForgetTargetResponse> {
+    ) -> GrpcAnswer<proto::ForgetTargetResponse> {
         let proto::ForgetTargetRequest { index, accept_loss } = request.into_inner();
         let request = AdminRequest::TargetForget { index, accept_loss };
         match self.ask(request.clone(), false).await? {

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use base::BoxFuture;
 use control::{Administrator, ControlClient, ControlError, ControlListener, ControlServer};
-use identity::{Identity, IdentityError, KeyHash, Member, Members, Trust};
+use identity::{Identity, IdentityError, KeyHash, Trust, UserDirectory, UserName};
 use wire::{AdminReply, AdminRequest, Error, PoolInfo, PoolLoss, Redundancy, ScrubStatus};
 
 /// An administrator that records the requests and answers from a list.
@@ -31,10 +31,10 @@ impl Administrator for Recorder {
 /// The node's users, who may be removed.
 struct Users(Mutex<Vec<KeyHash>>);
 
-impl Members for Users {
-    fn find(&self, key: &KeyHash) -> Option<Member> {
+impl UserDirectory for Users {
+    fn find(&self, key: &KeyHash) -> Option<UserName> {
         let known = self.0.lock().unwrap().contains(key);
-        known.then(|| Member { tenant: "main".into(), user: "admin".into() })
+        known.then(|| UserName { tenant: "main".into(), user: "admin".into() })
     }
 }
 

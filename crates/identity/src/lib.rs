@@ -26,4 +26,4 @@ pub use error::IdentityError;
 pub use handshake::{Handshake, MAX_HANDSHAKE_BYTES, proven_key, server_name, server_refused};
 pub use key::{Identity, KeyHash};
 pub use proof::{PROOF_LEN, ProofKey, random_secret};
-pub use trust::{Member, Members, OnlyProcess, Protocol, Trust};
+pub use trust::{OnlyProcess, Protocol, Trust, UserDirectory, UserName};

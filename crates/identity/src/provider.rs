@@ -46,7 +46,7 @@ mod seeded {
     #[derive(Debug)]
     pub(super) struct X25519;
 
-    struct Exchange {
+    struct X25519Exchange {
         private: PrivateKey,
         public: Vec<u8>,
     }
@@ -58,7 +58,7 @@ mod seeded {
             let private =
                 PrivateKey::from_private_key(&agreement::X25519, &secret).map_err(|_| failed(()))?;
             let public = private.compute_public_key().map_err(|_| failed(()))?.as_ref().to_vec();
-            Ok(Box::new(Exchange { private, public }))
+            Ok(Box::new(X25519Exchange { private, public }))
         }
 
         fn name(&self) -> NamedGroup {
@@ -66,7 +66,7 @@ mod seeded {
         }
     }
 
-    impl ActiveKeyExchange for Exchange {
+    impl ActiveKeyExchange for X25519Exchange {
         fn complete(self: Box<Self>, peer: &[u8]) -> Result<SharedSecret, Error> {
             let peer = UnparsedPublicKey::new(&agreement::X25519, peer);
             let refused = Error::PeerMisbehaved(PeerMisbehaved::InvalidKeyShare);

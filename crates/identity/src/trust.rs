@@ -42,7 +42,7 @@ impl Protocol {
 
 /// Who a key belongs to.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Member {
+pub struct UserName {
     /// Name of the tenant, at most 32 bytes.
     pub tenant: String,
     /// Name of the user within the tenant.
@@ -50,9 +50,9 @@ pub struct Member {
 }
 
 /// The users that a server accepts. Any thread may call it.
-pub trait Members: Send + Sync {
+pub trait UserDirectory: Send + Sync {
     /// Returns the user to whom the key belongs; `None` if the server does not accept the key.
-    fn find(&self, key: &KeyHash) -> Option<Member>;
+    fn find(&self, key: &KeyHash) -> Option<UserName>;
 }
 
 /// Which identity a process proves, and whose proof it accepts. Cloning is cheap.
@@ -80,7 +80,7 @@ struct Dials {
 /// What a server needs.
 #[derive(Clone)]
 struct Accepts {
-    members: Arc<dyn Members>,
+    users: Arc<dyn UserDirectory>,
     /// The configuration for each protocol.
     configs: [Arc<ServerConfig>; Protocol::ALL.len()],
 }
@@ -102,9 +102,9 @@ impl Dials {
 }
 
 impl Accepts {
-    fn new(identity: &Identity, members: Arc<dyn Members>) -> Accepts {
+    fn new(identity: &Identity, users: Arc<dyn UserDirectory>) -> Accepts {
         let configs = Protocol::ALL.map(|protocol| Arc::new(server_config(protocol, identity)));
-        Accepts { members, configs }
+        Accepts { users, configs }
     }
 
     fn without_resumption(&self) -> Accepts {
@@ -126,10 +126,10 @@ impl Trust {
         Trust(Arc::new(TrustParts { key: identity.key(), dials, accepts: None }))
     }
 
-    /// Creates the trust of a server, which only accepts `members`.
+    /// Creates the trust of a server, which only accepts these users.
     #[must_use]
-    pub fn server(identity: &Identity, members: Arc<dyn Members>) -> Trust {
-        let accepts = Some(Accepts::new(identity, members));
+    pub fn server(identity: &Identity, users: Arc<dyn UserDirectory>) -> Trust {
+        let accepts = Some(Accepts::new(identity, users));
         Trust(Arc::new(TrustParts { key: identity.key(), dials: None, accepts }))
     }
 
@@ -159,8 +159,8 @@ impl Trust {
     /// Returns the user to whom a peer's key belongs; `None` if this side does not accept the key, or
     /// accepts no peers.
     #[must_use]
-    pub fn member(&self, key: &KeyHash) -> Option<Member> {
-        self.0.accepts.as_ref().and_then(|accepts| accepts.members.find(key))
+    pub fn user_of(&self, key: &KeyHash) -> Option<UserName> {
+        self.0.accepts.as_ref().and_then(|accepts| accepts.users.find(key))
     }
 
     /// Returns the configuration of TLS for a client; `None` if this side does not act as client.
@@ -202,9 +202,9 @@ impl fmt::Debug for Trust {
 #[derive(Debug, Clone, Copy)]
 pub struct OnlyProcess(pub KeyHash);
 
-impl Members for OnlyProcess {
-    fn find(&self, key: &KeyHash) -> Option<Member> {
-        (*key == self.0).then(|| Member { tenant: "main".into(), user: "process".into() })
+impl UserDirectory for OnlyProcess {
+    fn find(&self, key: &KeyHash) -> Option<UserName> {
+        (*key == self.0).then(|| UserName { tenant: "main".into(), user: "process".into() })
     }
 }
 

@@ -2,14 +2,14 @@
 
 use std::sync::Arc;
 
-use identity::{Handshake, Identity, IdentityError, KeyHash, Member, Members, Protocol, Trust};
+use identity::{Handshake, Identity, IdentityError, KeyHash, Protocol, Trust, UserDirectory, UserName};
 
 /// Accepts these keys.
 struct Users(Vec<KeyHash>);
 
-impl Members for Users {
-    fn find(&self, key: &KeyHash) -> Option<Member> {
-        self.0.contains(key).then(|| Member { tenant: "main".into(), user: "someone".into() })
+impl UserDirectory for Users {
+    fn find(&self, key: &KeyHash) -> Option<UserName> {
+        self.0.contains(key).then(|| UserName { tenant: "main".into(), user: "someone".into() })
     }
 }
 
@@ -20,8 +20,8 @@ struct World {
 
 fn new_world() -> World {
     let (user, node) = (Identity::generate(), Identity::generate());
-    let members = Arc::new(Users(vec![user.key()]));
-    World { client: Trust::client(&user, node.key()), server: Trust::server(&node, members) }
+    let users = Arc::new(Users(vec![user.key()]));
+    World { client: Trust::client(&user, node.key()), server: Trust::server(&node, users) }
 }
 
 /// Passes bytes between the sides until neither has more. `tamper` may change each flight; its number
@@ -56,7 +56,7 @@ fn both_sides_learn_the_peers_key_and_have_a_common_secret() {
         assert_eq!((client.peer(), server.peer()), (None, None));
         run(&mut client, &mut server, |_, _| {}).unwrap();
         assert_eq!((client.peer(), server.peer()), (Some(world.server.key()), Some(world.client.key())));
-        assert_eq!(world.server.member(&server.peer().unwrap()).unwrap().user, "someone");
+        assert_eq!(world.server.user_of(&server.peer().unwrap()).unwrap().user, "someone");
         client.write(b"hello");
         server.input(&client.output()).unwrap();
         assert_eq!(server.read(), b"hello");
@@ -84,7 +84,7 @@ fn the_client_refuses_a_server_with_another_key() {
 }
 
 #[test]
-fn a_stranger_proves_its_key_but_is_not_a_member() {
+fn a_stranger_proves_its_key_but_belongs_to_no_user() {
     let (world, stranger) = (new_world(), Identity::generate());
     let trust = Trust::client(&stranger, world.server.key());
     let (mut client, mut server) = (
@@ -93,7 +93,7 @@ fn a_stranger_proves_its_key_but_is_not_a_member() {
     );
     run(&mut client, &mut server, |_, _| {}).unwrap();
     let key = server.peer().unwrap();
-    assert_eq!((key, world.server.member(&key)), (stranger.key(), None));
+    assert_eq!((key, world.server.user_of(&key)), (stranger.key(), None));
 }
 
 #[test]
@@ -107,9 +107,9 @@ fn a_side_acts_only_in_the_role_that_it_has() {
         Handshake::server(&world.client, Protocol::Messenger).err(),
         Some(IdentityError::NoRole("server"))
     );
-    assert_eq!(world.client.member(&world.client.key()), None);
+    assert_eq!(world.client.user_of(&world.client.key()), None);
     let process = Trust::default();
-    assert!(process.member(&process.key()).is_some() && process.member(&world.client.key()).is_none());
+    assert!(process.user_of(&process.key()).is_some() && process.user_of(&world.client.key()).is_none());
 }
 
 /// No changed byte of a handshake lets a side accept a peer that the other side does not accept, and
@@ -209,9 +209,9 @@ fn a_seed_repeats_every_byte_of_a_handshake() {
     let record = |seed| {
         let _seeded = base::entropy::seed_this_thread(seed);
         let (user, node) = (Identity::from_seed([1; 32]), Identity::from_seed([2; 32]));
-        let members = Arc::new(Users(vec![user.key()]));
+        let users = Arc::new(Users(vec![user.key()]));
         let client = Trust::client(&user, node.key()).without_resumption();
-        let server = Trust::server(&node, members).without_resumption();
+        let server = Trust::server(&node, users).without_resumption();
         let (mut client, mut server) = both(&World { client, server });
         let mut flights = Vec::new();
         run(&mut client, &mut server, |_, bytes| flights.push(bytes.clone())).unwrap();

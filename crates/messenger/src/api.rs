@@ -9,7 +9,7 @@ use base::block::Payload;
 use base::budget::PeerAddress;
 use base::mem::ArenaBuf;
 use bytes::Bytes;
-use identity::{IdentityError, KeyHash, Member};
+use identity::{IdentityError, KeyHash, UserName};
 use wire::{BulkDescriptor, PathStatus};
 
 use crate::Admissions;
@@ -123,7 +123,7 @@ pub struct PeerInfo {
     /// The key that the peer has proved.
     pub key: KeyHash,
     /// The user to whom the key belongs. `None` on the client's side.
-    pub member: Option<Member>,
+    pub user: Option<UserName>,
     /// Unique number of the connection. It stays the same when the connection resumes on a new
     /// transport.
     pub connection: u128,

@@ -114,7 +114,7 @@ impl Dialer {
             ..config.limits
         };
         let (address, connection) = (wire.address.clone(), welcome.connection);
-        let peer = PeerInfo { address, peer: wire.peer, key, member: None, connection };
+        let peer = PeerInfo { address, peer: wire.peer, key, user: None, connection };
         let settled = Negotiated { peer, proof_key, limits, granted: welcome.granted };
         Ok((welcome, settled, wire))
     }

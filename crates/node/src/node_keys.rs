@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use identity::{
-    Credentials, Identity, IdentityError, KeyHash, Member, Members, ProofKey, Trust, random_secret,
+    Credentials, Identity, IdentityError, KeyHash, ProofKey, Trust, UserDirectory, UserName, random_secret,
 };
 
 use super::dir::{DirError, io_error};
@@ -162,9 +162,9 @@ struct Users {
     admin: KeyHash,
 }
 
-impl Members for Users {
-    fn find(&self, key: &KeyHash) -> Option<Member> {
-        (*key == self.admin).then(|| Member { tenant: MAIN_TENANT.into(), user: ADMIN.into() })
+impl UserDirectory for Users {
+    fn find(&self, key: &KeyHash) -> Option<UserName> {
+        (*key == self.admin).then(|| UserName { tenant: MAIN_TENANT.into(), user: ADMIN.into() })
     }
 }
 
@@ -191,8 +191,8 @@ mod tests {
         assert_eq!((again.node.key(), again.admin), (made.node.key(), made.admin));
         let credentials = Credentials::load(&credentials_path(dir.path())).unwrap();
         assert_eq!((credentials.node, credentials.identity.key()), (made.node.key(), made.admin));
-        assert_eq!(made.trust().member(&made.admin).unwrap().tenant, MAIN_TENANT);
-        assert_eq!(made.trust().member(&made.node.key()), None);
+        assert_eq!(made.trust().user_of(&made.admin).unwrap().tenant, MAIN_TENANT);
+        assert_eq!(made.trust().user_of(&made.node.key()), None);
         for file in ["keys/node.pem", "keys/dpu", CREDENTIALS] {
             let mode = dir.path().join(file).metadata().unwrap().permissions().mode();
             assert_eq!(mode & 0o077, 0, "{file}");

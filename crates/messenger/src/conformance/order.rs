@@ -16,7 +16,7 @@ pub async fn messages_keep_their_order(rig: &Rig) {
     let ((client, mut from_server), (server, mut from_client)) = rig.pair(&mut *listener).await;
     let own = identity::Trust::default().key();
     assert_eq!((client.peer().key, server.peer().key), (own, own));
-    assert_eq!(server.peer().member.as_ref().map(|member| &*member.tenant), Some("main"));
+    assert_eq!(server.peer().user.as_ref().map(|user| &*user.tenant), Some("main"));
     assert_eq!(client.peer().connection, server.peer().connection);
     let mut random = rig.random();
     let sent: Vec<Message> = (0..500u32)

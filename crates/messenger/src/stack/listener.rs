@@ -177,7 +177,7 @@ impl ConnectionRegistry {
     ) -> Option<(mpsc::Receiver<Box<Resumption>>, RegistryPlace)> {
         let (resume, resumptions) = mpsc::channel(1);
         let (connection, peer) = (shared.connection_id(), shared.peer().peer);
-        let tenant = shared.peer().member.as_ref().map(|member| member.tenant.clone()).unwrap_or_default();
+        let tenant = shared.peer().user.as_ref().map(|user| user.tenant.clone()).unwrap_or_default();
         let mut connections = self.lock();
         let Ok(victim) = connections.places.admit(connection, peer, Instant::now()) else {
             drop(connections);
@@ -453,7 +453,7 @@ impl Reception {
                 return Err(MessengerError::Protocol(what));
             }
         };
-        let Some(member) = trust.member(&key) else {
+        let Some(user) = trust.user_of(&key) else {
             let reason = format!(
                 "the node refuses the key {key}: it is unknown or was revoked; use the credentials of a user of this \
                  node"
@@ -463,7 +463,7 @@ impl Reception {
         if let Err(reason) = check_hello(&hello) {
             return refuse(exchange, RejectCode::Incompatible, reason).await;
         }
-        let peer = PeerInfo { address, peer, key, member: Some(member), connection: base::entropy::random() };
+        let peer = PeerInfo { address, peer, key, user: Some(user), connection: base::entropy::random() };
         let (settled, welcome) = settle(&hello, peer, exchange.proof_key(), &self.config, &self.paths);
         let shared = Shared::new(settled, self.config.clone(), ConnectionSide::Server, None);
         let Some((resumptions, registration)) = self.registry.register(&shared) else {

@@ -13,7 +13,7 @@ use fabric::{
     Fabric, FabricError, FabricEvent, Info, Library, MemoryRegion, Operation, PostError, ProviderQuery,
     RemoteRegion,
 };
-use identity::{Identity, KeyHash, Member, Members, ProofKey, Trust};
+use identity::{Identity, KeyHash, ProofKey, Trust, UserDirectory, UserName};
 use outboard_messenger::conformance::{Buffer, Rig, pool};
 use outboard_messenger::frame::{self, Body, Frame, FrameHeader, FrameKind, HEADER_LEN, Resume};
 use outboard_messenger::transport::ConnectTicket;
@@ -270,10 +270,10 @@ impl Users {
     }
 }
 
-impl Members for Users {
-    fn find(&self, key: &KeyHash) -> Option<Member> {
+impl UserDirectory for Users {
+    fn find(&self, key: &KeyHash) -> Option<UserName> {
         let found = ["attacker", "bystander"].into_iter().find(|name| user(name).key() == *key);
-        found.map(|name| Member { tenant: name.to_owned(), user: "user".into() })
+        found.map(|name| UserName { tenant: name.to_owned(), user: "user".into() })
     }
 }
 
