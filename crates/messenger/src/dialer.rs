@@ -82,7 +82,7 @@ impl Dialer {
                 Err(e) => self.back_off(e, deadline).await?,
             }
         };
-        let wire = self.move_to_path(&welcome, &settled.proof_key, wire).await?;
+        let wire = self.move_to_path(&welcome, &settled.proof_key, wire, deadline).await?;
         Ok((settled, wire))
     }
 
@@ -119,12 +119,14 @@ impl Dialer {
         Ok((welcome, settled, wire))
     }
 
-    /// Moves a new connection to a better transport, if one exists.
+    /// Moves a new connection to a better transport, if one exists. Repeats failed attempts until
+    /// `deadline` if the client requires the transport.
     async fn move_to_path(
         &mut self,
         welcome: &Welcome,
         key: &ProofKey,
         wire: Wire,
+        deadline: Instant,
     ) -> Result<Wire, MessengerError> {
         self.path = CommonPath::choose(&self.paths, &welcome.paths, &self.endpoint);
         let required = self.paths.iter().find(|path| path.is_required);
@@ -140,12 +142,19 @@ impl Dialer {
         }
         let (connection, granted) = (welcome.connection, self.config.window_bytes);
         let point = ResumePoint { connection, key, received: 0, granted };
-        match self.attempt_path(&path, &point).await {
-            Ok((_, better)) => Ok(better),
-            Err(e) => {
-                let why = MessengerError::from(e).to_string();
+        loop {
+            let error = match self.attempt_path(&path, &point).await {
+                Ok((_, better)) => return Ok(better),
+                Err(e) => e,
+            };
+            if !path.path.is_required {
+                path.failed(&MessengerError::from(error).to_string());
+                return Ok(wire);
+            }
+            if let Err(e) = self.back_off(error, deadline).await {
+                let why = e.to_string();
                 path.failed(&why);
-                if path.path.is_required { Err(self.no_path(&path.path.name, &why)) } else { Ok(wire) }
+                return Err(self.no_path(&path.path.name, &why));
             }
         }
     }
