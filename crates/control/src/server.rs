@@ -162,11 +162,9 @@ async fn serve(
     let accepting = accept_all(listener, reception);
     let services = Services(administrator);
     let guard = move |request: Request<()>| check_caller(&trust, request);
-    let guarded = |limit: usize| (guard.clone(), limit);
-    let (guard, limit) = guarded(REQUEST_BYTES_MAX);
-    let node = NodeServer::new(services.clone()).max_decoding_message_size(limit);
-    let pools = PoolsServer::new(services.clone()).max_decoding_message_size(limit);
-    let targets = TargetsServer::new(services).max_decoding_message_size(limit);
+    let node = NodeServer::new(services.clone()).max_decoding_message_size(REQUEST_BYTES_MAX);
+    let pools = PoolsServer::new(services.clone()).max_decoding_message_size(REQUEST_BYTES_MAX);
+    let targets = TargetsServer::new(services).max_decoding_message_size(REQUEST_BYTES_MAX);
     let (health, healthy) = tonic_health::server::health_reporter();
     health.set_serving::<NodeServer<Services>>().await;
     let reflection = tonic_reflection::server::Builder::configure()

@@ -3,9 +3,7 @@
 use std::io::{Read, Write};
 
 use rustls::pki_types::ServerName;
-use rustls::{
-    CipherSuite, ClientConnection, CommonState, Connection, Error, HandshakeKind, ServerConnection,
-};
+use rustls::{ClientConnection, CommonState, Connection, Error, HandshakeKind, ServerConnection};
 
 use crate::{IdentityError, KeyHash, ProofKey, Protocol, Trust};
 
@@ -134,12 +132,6 @@ impl Handshake {
     #[must_use]
     pub fn is_resumed(&self) -> bool {
         self.connection.handshake_kind() == Some(HandshakeKind::Resumed)
-    }
-
-    /// Returns the cipher suite, for display; `None` until it is chosen.
-    #[must_use]
-    pub fn cipher_suite(&self) -> Option<CipherSuite> {
-        self.connection.negotiated_cipher_suite().map(|suite| suite.suite())
     }
 }
 

@@ -25,5 +25,5 @@ pub use credentials::Credentials;
 pub use error::IdentityError;
 pub use handshake::{Handshake, MAX_HANDSHAKE_BYTES, proven_key, server_name, server_refused};
 pub use key::{Identity, KeyHash};
-pub use proof::{PROOF_LEN, ProofKey, random_secret};
+pub use proof::{ProofKey, random_secret};
 pub use trust::{OnlyProcess, Protocol, Trust, UserDirectory, UserName};

@@ -6,7 +6,7 @@ use std::sync::LazyLock;
 use aws_lc_rs::hmac;
 
 /// Length of a proof, in bytes.
-pub const PROOF_LEN: usize = 32;
+const PROOF_LEN: usize = 32;
 
 /// A secret key for proofs. The two sides of a handshake have a common one, with which each side
 /// proves later, over another transport, that it took part in the handshake. A DPU has one of its own,
