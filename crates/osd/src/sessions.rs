@@ -82,7 +82,7 @@ impl SessionSlots {
             let why = "this node did not create the session for this client, or has lost its latest state";
             return Err(Error::SessionRefused { session, why: why.to_owned() });
         }
-        let id = presented.unwrap_or_else(|| self.make(owner));
+        let id = presented.map_or_else(|| self.make(owner), Ok)?;
         let evicted = self.places.admit(id, peer, Instant::now()).map_err(|full| {
             self.shortages.refused += 1;
             Error::Busy {
@@ -111,10 +111,18 @@ impl SessionSlots {
         self.places.heard(session, Instant::now());
     }
 
-    fn make(&mut self, owner: &KeyHash) -> SessionId {
-        // If all 2^32 numbers of a generation are used up, the sessions of one client share an id.
-        self.last = self.last.saturating_add(1);
-        session_id(&self.dpu_key, (self.generation, self.last), owner)
+    /// Returns the id of a new session.
+    ///
+    /// # Errors
+    /// [`Error::Busy`] if all numbers of this generation are used up.
+    fn make(&mut self, owner: &KeyHash) -> wire::Result<SessionId> {
+        let used_up = || Error::Busy {
+            what: "sessions since the start of the osd".into(),
+            limit: u32::MAX.into(),
+            advice: "restart the osd".into(),
+        };
+        self.last = self.last.checked_add(1).ok_or_else(used_up)?;
+        Ok(session_id(&self.dpu_key, (self.generation, self.last), owner))
     }
 
     /// Returns whether the osd has made the session for the client with the key `owner`, now or in an
@@ -179,6 +187,16 @@ mod tests {
 
     fn slots() -> SessionSlots {
         SessionSlots::new(3, SessionId::FIRST_GENERATION, ProofKey::default())
+    }
+
+    #[tokio::test]
+    async fn no_two_sessions_of_a_client_share_an_id_when_all_numbers_are_used_up() {
+        let owner = KeyHash::from(OWNER);
+        let mut sessions = slots();
+        sessions.last = u32::MAX - 1;
+        let newest = sessions.open(None, 0, (A, &owner)).unwrap().id;
+        assert!(matches!(sessions.open(None, 0, (A, &owner)), Err(Error::Busy { .. })));
+        assert_eq!(sessions.open(Some(newest), 0, (A, &owner)).unwrap().id, newest);
     }
 
     #[tokio::test]
