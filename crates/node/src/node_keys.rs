@@ -84,12 +84,16 @@ impl NodeKeys {
         let dpu = dpu_key(&folder)?;
         if let Some(text) = read(&admin)? {
             let admin = text.trim().parse().map_err(|source| NodeKeysError::Key { path: admin, source })?;
+            update(&credentials, node.key(), admin)?;
             return Ok(NodeKeys { node, dpu, admin });
         }
         // An earlier attempt may have created the credentials before it was interrupted.
         let loaded = if credentials.exists() { Some(Credentials::load(&credentials)) } else { None };
         let identity = match loaded {
-            Some(Ok(found)) => found.identity,
+            Some(Ok(found)) => {
+                update(&credentials, node.key(), found.identity.key())?;
+                found.identity
+            }
             Some(Err(source)) => return Err(NodeKeysError::Key { path: credentials, source }),
             None => {
                 let user = format!("{MAIN_TENANT}/{ADMIN}");
@@ -139,6 +143,17 @@ impl NodeKeys {
     #[must_use]
     pub fn trust(&self) -> Trust {
         Trust::server(&self.node, Arc::new(Users { admin: self.admin }))
+    }
+}
+
+/// Writes the node's key into the administrator's credentials, if they are present and name another key:
+/// `node.pem` was replaced since they were written.
+fn update(credentials: &Path, node: KeyHash, admin: KeyHash) -> Result<(), DirError> {
+    match Credentials::load(credentials) {
+        Ok(stale) if stale.identity.key() == admin && stale.node != node => {
+            create_secret(credentials, Credentials { node, ..stale }.to_text())
+        }
+        _ => Ok(()),
     }
 }
 
@@ -213,6 +228,19 @@ mod tests {
         let next = NodeKeys::settle(dir.path()).unwrap();
         std::fs::remove_file(dir.path().join("keys/admin")).unwrap();
         assert_eq!(NodeKeys::settle(dir.path()).unwrap().admin, next.admin);
+    }
+
+    #[test]
+    fn credentials_name_the_new_key_of_a_node_whose_key_was_replaced() {
+        let dir = tempfile::tempdir().unwrap();
+        let made = NodeKeys::settle(dir.path()).unwrap();
+        for lost in [&["keys/node.pem"][..], &["keys/node.pem", "keys/admin"]] {
+            lost.iter().for_each(|file| std::fs::remove_file(dir.path().join(file)).unwrap());
+            let next = NodeKeys::settle(dir.path()).unwrap();
+            let credentials = Credentials::load(&credentials_path(dir.path())).unwrap();
+            assert_eq!(credentials.node, next.node.key());
+            assert_eq!((credentials.identity.key(), next.admin), (made.admin, made.admin));
+        }
     }
 
     #[test]
