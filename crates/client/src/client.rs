@@ -26,6 +26,8 @@ use crate::{Error, Options, Pool, Result};
 #[derive(Clone)]
 pub struct Client {
     pub(crate) requests: Arc<Requests>,
+    /// The tenant whose pools the client administers; `None` for the user's own.
+    tenant: Option<String>,
 }
 
 impl std::fmt::Debug for Client {
@@ -62,7 +64,7 @@ impl Client {
     /// Creates a client of an engine of any kind. Options about connections have no effect.
     #[must_use]
     pub fn over(engine: Arc<dyn Engine>, options: Options) -> Client {
-        Client { requests: Arc::new(Requests::new(engine, options)) }
+        Client { requests: Arc::new(Requests::new(engine, options)), tenant: None }
     }
 
     /// Returns the engine.
@@ -113,7 +115,8 @@ impl Client {
     /// error.
     pub async fn create_pool_with(&self, name: &str, pg_count: u32, redundancy: Redundancy) -> Result<()> {
         let name = PoolName::new(name)?.to_string().into();
-        self.done(AdminRequest::PoolCreate { name, pg_count, redundancy }).await
+        let tenant = self.tenant.clone();
+        self.done(AdminRequest::PoolCreate { name, pg_count, redundancy, tenant }).await
     }
 
     /// Takes a target out of use, or back into use. Placement groups with redundancy stop using a
@@ -171,7 +174,7 @@ impl Client {
 
     async fn scrub(&self, pool: &str, start: bool, repair: bool) -> Result<ScrubStatus> {
         let pool = PoolName::new(pool)?.to_string().into();
-        match self.ask(AdminRequest::Scrub { pool, start, repair }).await? {
+        match self.ask(AdminRequest::Scrub { pool, start, repair, tenant: self.tenant.clone() }).await? {
             AdminReply::Scrub(status) => Ok(*status),
             other => Err(unexpected(&other)),
         }
@@ -200,7 +203,7 @@ impl Client {
     /// # Errors
     /// If the node does not answer.
     pub async fn pools(&self) -> Result<Vec<PoolInfo>> {
-        match self.ask(AdminRequest::PoolList).await? {
+        match self.ask(AdminRequest::PoolList { tenant: self.tenant.clone() }).await? {
             AdminReply::Pools(pools) => Ok(pools),
             other => Err(unexpected(&other)),
         }
@@ -214,7 +217,7 @@ impl Client {
     /// `force` is not set, or another error.
     pub async fn remove_pool(&self, name: &str, force: bool) -> Result<()> {
         let name = PoolName::new(name)?.to_string().into();
-        self.done(AdminRequest::PoolRemove { name, force }).await
+        self.done(AdminRequest::PoolRemove { name, force, tenant: self.tenant.clone() }).await
     }
 
     /// Returns the node's status.
@@ -286,6 +289,21 @@ impl Client {
     /// fail with [`Error::Closed`]; changes among them may have taken effect.
     pub async fn close(&self) {
         self.requests.close().await;
+    }
+
+    /// Returns a client that administers the pools of another tenant: its calls about pools concern this
+    /// tenant. Objects are always those of the user's own tenant.
+    #[must_use]
+    pub fn in_tenant(&self, tenant: Option<String>) -> Client {
+        Client { tenant, ..self.clone() }
+    }
+
+    /// Makes a request of an operator. Repeats it after transient errors.
+    ///
+    /// # Errors
+    /// The error of the last attempt, or [`Error::TimedOut`].
+    pub async fn administer(&self, request: AdminRequest) -> Result<AdminReply> {
+        self.requests.administer(request).await
     }
 
     async fn ask(&self, request: AdminRequest) -> Result<AdminReply> {

@@ -378,7 +378,7 @@ async fn a_closed_engine_refuses_every_call(client: &Client, pool: &Pool) {
     let query = Query { name: wire, conditions: vec![], ops: vec![QueryOp::Stat] };
     closed(engine.query(query, deadline).attempt().await.map(drop));
     if let Some(admin) = engine.administration() {
-        closed(admin.administer(AdminRequest::PoolList, deadline).attempt().await.map(drop));
+        closed(admin.administer(AdminRequest::PoolList { tenant: None }, deadline).attempt().await.map(drop));
     }
     closed(engine.next_upload().map(drop));
     closed(object.get().await.map(drop));

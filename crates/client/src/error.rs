@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use control::ControlError;
+use identity::IdentityError;
 use messenger::MessengerError;
 
 /// Result of a call to the client library.
@@ -20,6 +22,9 @@ pub enum Error {
     /// The network failed, and reconnecting does not help.
     #[error(transparent)]
     Network(#[from] MessengerError),
+    /// The control plane failed, and another attempt does not help.
+    #[error(transparent)]
+    Control(#[from] ControlError),
     /// No answer arrived in time. A change may have taken effect.
     #[error(
         "no answer arrived within {0:?}; check that the node runs, then check whether the request took effect"
@@ -61,10 +66,32 @@ impl Error {
         matches!(self, Error::Node(wire::Error::NoSuchObject(_) | wire::Error::NoSuchPool(_)))
     }
 
+    /// Returns whether the node has refused the request because the user has no right to it, or because
+    /// it does not accept the user's key or capability.
+    #[must_use]
+    pub fn is_refusal(&self) -> bool {
+        use wire::Error as Refusal;
+        match self {
+            Error::Node(e) | Error::Control(ControlError::Refused(e)) => matches!(
+                e,
+                Refusal::NotPermitted { .. }
+                    | Refusal::NotAdministrator { .. }
+                    | Refusal::CapabilityRefused { .. }
+            ),
+            Error::Control(e) => matches!(e, ControlError::NotPermitted(_)),
+            Error::Network(e) => refuses_client(e),
+            _ => false,
+        }
+    }
+
     /// Returns whether another attempt of the same request may succeed.
     #[must_use]
     pub fn is_transient(&self) -> bool {
-        matches!(self, Error::Node(e) if e.is_transient())
+        match self {
+            Error::Node(e) => e.is_transient(),
+            Error::Control(e) => matches!(e, ControlError::Unreachable { .. }),
+            _ => false,
+        }
     }
 
     /// Returns whether a change that failed with this error may have taken effect. After every
@@ -87,4 +114,9 @@ impl Error {
         use wire::Error as E;
         matches!(self, Error::Node(E::ConditionFailed { .. } | E::Exists(_) | E::Changed { .. }))
     }
+}
+
+/// Whether the node does not accept this client's key, or is another node than the client expects.
+pub(crate) fn refuses_client(e: &MessengerError) -> bool {
+    matches!(e, MessengerError::KeyRefused(_) | MessengerError::Identity(IdentityError::OtherServer { .. }))
 }

@@ -51,7 +51,7 @@ pub use download::RangeReader;
 pub use error::{Error, Result};
 pub use list::Listing;
 pub use object::{Description, Object, OmapPage};
-pub use options::Options;
+pub use options::{ControlWay, Options};
 pub use pool::Pool;
 pub use wire::{
     CodingMode, CodingOffload, CodingPlaceStatus, CodingSent, CodingStatus, ConnectionStatus, DpuDevices,

@@ -1,10 +1,22 @@
 //! The options of a client.
 
+use std::sync::Arc;
 use std::time::Duration;
 
+use base::clock::WallClock;
 use identity::Trust;
 
-use crate::engine::EngineLimits;
+use crate::engine::{ControlPlane, EngineLimits};
+
+/// A way to the node's control plane.
+#[derive(Clone)]
+pub struct ControlWay(pub Arc<dyn ControlPlane>);
+
+impl std::fmt::Debug for ControlWay {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("ControlWay")
+    }
+}
 
 /// The options of a client. The defaults suit a node on the same network.
 #[derive(Debug, Clone)]
@@ -36,6 +48,15 @@ pub struct Options {
     pub inline_max: usize,
     /// Network stack for the connection.
     pub stack: messenger::StackChoice,
+    /// The capability of the session. With `None`, the client gets one from the control plane, and a new
+    /// one before it expires.
+    pub capability: Option<bytes::Bytes>,
+    /// File in which the client keeps its capability, so that the next process need not get one.
+    pub capability_file: Option<std::path::PathBuf>,
+    /// The clock by which the client replaces its capability in time.
+    pub clock: WallClock,
+    /// The way to the node's control plane. `None` means gRPC.
+    pub control: Option<ControlWay>,
     /// Local address of TCP connections; `None` lets the operating system choose one.
     pub source: Option<std::net::IpAddr>,
 }
@@ -54,6 +75,10 @@ impl Default for Options {
             reads_in_flight: 4,
             inline_max: 256 << 10,
             stack: messenger::StackChoice::default(),
+            capability: None,
+            capability_file: None,
+            clock: WallClock::default(),
+            control: None,
             source: None,
         }
     }

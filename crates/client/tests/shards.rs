@@ -10,8 +10,8 @@ use messenger::{Connection, ConnectionEvent, Incoming, Message, NetworkStack, St
 use tokio::sync::mpsc::{self, UnboundedReceiver, UnboundedSender};
 use tokio::task::JoinHandle;
 use wire::{
-    AdminReply, AdminRequest, Error as NodeError, Mutated, ObjectReply, ObjectRequest, Reply, ReplyBody,
-    RequestBody, RequestHead, SessionId, placement,
+    Error as NodeError, Listed, Mutated, ObjectReply, ObjectRequest, Reply, ReplyBody, RequestBody,
+    RequestHead, SessionId, placement,
 };
 
 /// Number of placement groups of the pool.
@@ -45,7 +45,10 @@ impl Arrived {
     async fn carry_out(&self) {
         let reply = match &self.body {
             RequestBody::Object(ObjectRequest::Mutate(_)) => ReplyBody::Object(ObjectReply::Mutated(MUTATED)),
-            RequestBody::Admin(AdminRequest::PoolList) => ReplyBody::Admin(AdminReply::Pools(vec![])),
+            RequestBody::Object(ObjectRequest::List(_)) => {
+                let listed = Listed { names: vec![], cursor: Default::default(), groups: 1, skipped: None };
+                ReplyBody::Object(ObjectReply::Listed(listed))
+            }
             other => panic!("{other:?}"),
         };
         self.answer(Ok(reply)).await;
@@ -132,7 +135,7 @@ async fn serve(shard: u16, desk: Desk, connection: Arc<dyn Connection>, mut inco
                     policy.sessions += u32::from(presented.is_none());
                     let session = presented.unwrap_or(session(policy.sessions));
                     let (version, shards) = (wire::VERSION, policy.ports.clone());
-                    Ok(ReplyBody::Opened { version, session, shard, shards })
+                    Ok(ReplyBody::Opened { version, session, shard, shards, control: None })
                 }
             }
         };
@@ -260,9 +263,10 @@ fn append(object: &Object) -> JoinHandle<client::Result<Mutated>> {
     tokio::spawn(async move { object.append("x").await })
 }
 
-fn ask(client: &Client) -> JoinHandle<client::Result<Vec<client::PoolInfo>>> {
-    let client = client.clone();
-    tokio::spawn(async move { client.pools().await })
+/// Lists all groups of a pool, which needs no certain shard.
+fn ask(client: &Client) -> JoinHandle<client::Result<Vec<wire::ObjectName>>> {
+    let listing = client.pool("pool").unwrap().list("");
+    tokio::spawn(async move { listing.collect().await })
 }
 
 #[tokio::test]
@@ -547,7 +551,8 @@ async fn a_session_that_one_shard_refuses_is_replaced_once_on_all_shards() {
     assert!(unknown.may_have_taken_effect(), "{unknown}");
     let mut moved = [node.request().await, node.request().await];
     moved.sort_by_key(|request| request.shard);
-    assert_eq!((moved[0].shard, &moved[0].body), (0, &RequestBody::Admin(AdminRequest::PoolList)));
+    let is_listing = matches!(moved[0].body, RequestBody::Object(ObjectRequest::List(_)));
+    assert_eq!((moved[0].shard, is_listing), (0, true));
     assert!(sent.iter().any(|request| request.head.seq == moved[0].head.seq));
     assert!(moved[1].shard == 2 && !moved[1].head.retry, "the request was not sent in the old session");
     for request in &moved {

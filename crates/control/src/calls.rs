@@ -1,6 +1,9 @@
 //! The conversion between administrative requests and the messages of gRPC.
 
-use wire::{AdminReply, AdminRequest, Error, PoolInfo, PoolLoss, Redundancy};
+use wire::{
+    AccessGrant, AdminReply, AdminRequest, Error, PoolInfo, PoolLoss, Redundancy, SessionInfo, TenantInfo,
+    UserInfo,
+};
 
 use crate::proto;
 
@@ -15,12 +18,23 @@ impl BadAnswer {
     }
 }
 
-/// Reads a redundancy scheme of a request; an empty text means no redundancy.
-pub(crate) fn redundancy(text: &str) -> Result<Redundancy, Error> {
-    if text.is_empty() {
-        return Ok(Redundancy::Single);
+/// Reads a redundancy scheme of a message. An empty text means no redundancy, and a stripe unit of 0
+/// means the default.
+pub(crate) fn redundancy(text: &str, stripe_unit: u32) -> Result<Redundancy, Error> {
+    let scheme = match text {
+        "" => Ok(Redundancy::Single),
+        text => text.parse::<Redundancy>(),
+    };
+    let scheme = scheme.map_err(|e| Error::BadRequest(format!("redundancy \"{text}\": {e}")))?;
+    if stripe_unit == 0 { Ok(scheme) } else { scheme.with_stripe_unit(stripe_unit) }
+}
+
+/// Returns the stripe unit of a scheme for a message; 0 if the scheme has none.
+pub(crate) fn stripe_unit(redundancy: &Redundancy) -> u32 {
+    match *redundancy {
+        Redundancy::ErasureCode { stripe_unit, .. } => stripe_unit,
+        _ => 0,
     }
-    text.parse().map_err(|e| Error::BadRequest(format!("redundancy \"{text}\": {e}")))
 }
 
 impl From<PoolInfo> for proto::Pool {
@@ -30,6 +44,7 @@ impl From<PoolInfo> for proto::Pool {
             name: pool.name,
             pg_count: pool.pg_count,
             redundancy: pool.redundancy.to_string(),
+            stripe_unit: stripe_unit(&pool.redundancy),
             created_ms: pool.made_ms,
         }
     }
@@ -39,7 +54,7 @@ impl From<PoolInfo> for proto::Pool {
 pub(crate) fn pool_info(pool: proto::Pool) -> Result<PoolInfo, BadAnswer> {
     Ok(PoolInfo {
         id: pool.id,
-        redundancy: pool.redundancy.parse().map_err(BadAnswer::of)?,
+        redundancy: redundancy(&pool.redundancy, pool.stripe_unit).map_err(BadAnswer::of)?,
         name: pool.name,
         pg_count: pool.pg_count,
         made_ms: pool.created_ms,
@@ -51,6 +66,7 @@ impl From<PoolLoss> for proto::PoolLoss {
         proto::PoolLoss {
             pool: loss.pool,
             redundancy: loss.redundancy.to_string(),
+            stripe_unit: stripe_unit(&loss.redundancy),
             groups: loss.groups,
             waiting: loss.waiting,
             emptied: loss.emptied,
@@ -61,12 +77,71 @@ impl From<PoolLoss> for proto::PoolLoss {
 /// Reads the loss of a pool of an answer.
 pub(crate) fn pool_loss(loss: proto::PoolLoss) -> Result<PoolLoss, BadAnswer> {
     Ok(PoolLoss {
-        redundancy: loss.redundancy.parse().map_err(BadAnswer::of)?,
+        redundancy: redundancy(&loss.redundancy, loss.stripe_unit).map_err(BadAnswer::of)?,
         pool: loss.pool,
         groups: loss.groups,
         waiting: loss.waiting,
         emptied: loss.emptied,
     })
+}
+
+impl From<&AccessGrant> for proto::Grant {
+    fn from(grant: &AccessGrant) -> proto::Grant {
+        proto::Grant { scope: grant.scope.to_string(), rights: grant.verbs.to_string() }
+    }
+}
+
+impl From<TenantInfo> for proto::Tenant {
+    fn from(tenant: TenantInfo) -> proto::Tenant {
+        let TenantInfo { name, made_ms: created_ms, pools, users } = tenant;
+        proto::Tenant { name, created_ms, pools, users }
+    }
+}
+
+/// Reads a tenant of an answer.
+pub(crate) fn tenant_info(tenant: proto::Tenant) -> TenantInfo {
+    let proto::Tenant { name, created_ms: made_ms, pools, users } = tenant;
+    TenantInfo { name, made_ms, pools, users }
+}
+
+impl From<UserInfo> for proto::User {
+    fn from(user: UserInfo) -> proto::User {
+        proto::User {
+            name: user.user.to_string(),
+            key: user.key.to_vec(),
+            node_admin: user.is_node_admin,
+            created_ms: user.made_ms,
+            grants: user.grants.iter().map(proto::Grant::from).collect(),
+        }
+    }
+}
+
+/// Reads a user of an answer.
+pub(crate) fn user_info(user: proto::User) -> Result<UserInfo, BadAnswer> {
+    let grant = |grant: &proto::Grant| {
+        let scope = grant.scope.parse().map_err(BadAnswer::of)?;
+        Ok(AccessGrant { scope, verbs: grant.rights.parse().map_err(BadAnswer::of)? })
+    };
+    Ok(UserInfo {
+        user: user.name.parse().map_err(BadAnswer::of)?,
+        key: user.key.try_into().map_err(|_| BadAnswer("a key does not have 32 bytes".into()))?,
+        is_node_admin: user.node_admin,
+        made_ms: user.created_ms,
+        grants: user.grants.iter().map(grant).collect::<Result<_, BadAnswer>>()?,
+    })
+}
+
+impl From<SessionInfo> for proto::Session {
+    fn from(session: SessionInfo) -> proto::Session {
+        let SessionInfo { id, user, peer, opened_ms, connections } = session;
+        proto::Session { id: id.to_string(), user, peer, opened_ms, connections }
+    }
+}
+
+/// Reads a session of an answer.
+pub(crate) fn session_info(session: proto::Session) -> Result<SessionInfo, BadAnswer> {
+    let proto::Session { id, user, peer, opened_ms, connections } = session;
+    Ok(SessionInfo { id: id.parse().map_err(BadAnswer)?, user, peer, opened_ms, connections })
 }
 
 /// Returns the error for a reply that does not match its request.

@@ -11,11 +11,14 @@ use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Status};
-use wire::{AdminReply, AdminRequest, PoolInfo, PoolLoss};
+use wire::{AccountRequest, AdminReply, AdminRequest, PoolInfo, PoolLoss, UserInfo};
 
-use crate::calls::{BadAnswer, pool_info, pool_loss};
+use crate::calls::{BadAnswer, pool_info, pool_loss, session_info, stripe_unit, tenant_info, user_info};
+use crate::proto::accounts_client::AccountsClient;
+use crate::proto::capabilities_client::CapabilitiesClient;
 use crate::proto::node_client::NodeClient;
 use crate::proto::pools_client::PoolsClient;
+use crate::proto::sessions_client::SessionsClient;
 use crate::proto::targets_client::TargetsClient;
 use crate::proto::{self};
 use crate::refusal::error_in;
@@ -36,6 +39,9 @@ pub enum ControlError {
     /// The server has proved another identity than that of the node.
     #[error(transparent)]
     Identity(#[from] IdentityError),
+    /// The node has not told the address of a control plane.
+    #[error("the node has no control plane; use a node of this program's version")]
+    NotOffered,
     /// The call may or may not have taken effect.
     #[error("the control plane at {endpoint} cannot be reached: {reason}; retry")]
     Unreachable {
@@ -174,24 +180,33 @@ fn text(name: &[u8]) -> String {
 async fn call(channel: Channel, request: AdminRequest, repeated: bool) -> Result<AdminReply, FailedCall> {
     let mut node = NodeClient::new(channel.clone());
     let mut pools = PoolsClient::new(channel.clone());
-    let mut targets = TargetsClient::new(channel);
+    let mut targets = TargetsClient::new(channel.clone());
     Ok(match request {
-        AdminRequest::PoolCreate { name, pg_count, redundancy } => {
-            let (name, redundancy) = (text(&name), redundancy.to_string());
-            pools.create_pool(proto::CreatePoolRequest { name, pg_count, redundancy, repeated }).await?;
+        AdminRequest::PoolCreate { name, pg_count, redundancy, tenant } => {
+            pools
+                .create_pool(proto::CreatePoolRequest {
+                    name: text(&name),
+                    pg_count,
+                    redundancy: redundancy.to_string(),
+                    repeated,
+                    stripe_unit: stripe_unit(&redundancy),
+                    tenant,
+                })
+                .await?;
             AdminReply::Done
         }
-        AdminRequest::PoolList => {
-            let answer = pools.list_pools(proto::ListPoolsRequest {}).await?.into_inner();
+        AdminRequest::PoolList { tenant } => {
+            let answer = pools.list_pools(proto::ListPoolsRequest { tenant }).await?.into_inner();
             let listed: Result<Vec<PoolInfo>, BadAnswer> = answer.pools.into_iter().map(pool_info).collect();
             AdminReply::Pools(listed?)
         }
-        AdminRequest::PoolRemove { name, force } => {
-            pools.remove_pool(proto::RemovePoolRequest { name: text(&name), force, repeated }).await?;
+        AdminRequest::PoolRemove { name, force, tenant } => {
+            let request = proto::RemovePoolRequest { name: text(&name), force, repeated, tenant };
+            pools.remove_pool(request).await?;
             AdminReply::Done
         }
-        AdminRequest::Scrub { pool, start, repair } => {
-            let request = proto::ScrubPoolRequest { name: text(&pool), start, repair };
+        AdminRequest::Scrub { pool, start, repair, tenant } => {
+            let request = proto::ScrubPoolRequest { name: text(&pool), start, repair, tenant };
             let answer = pools.scrub_pool(request).await?.into_inner();
             AdminReply::Scrub(from_json(&answer.json)?)
         }
@@ -230,6 +245,80 @@ async fn call(channel: Channel, request: AdminRequest, repeated: bool) -> Result
             let answer = node.get_usage(proto::GetUsageRequest {}).await?.into_inner();
             AdminReply::Usage(from_json(&answer.json)?)
         }
-        other => return Err(BadAnswer(format!("this program cannot send {other:?}")).into()),
+        AdminRequest::Accounts(request) => {
+            let accounts = AccountsClient::new(channel);
+            return call_accounts(accounts, request, repeated).await;
+        }
+        AdminRequest::IssueCapability { grants, key, lifetime_s } => {
+            let request = proto::IssueCapabilityRequest {
+                narrow: grants.is_some(),
+                grants: grants.iter().flatten().map(proto::Grant::from).collect(),
+                key: key.map_or_else(Vec::new, |key| key.to_vec()),
+                lifetime_s,
+            };
+            let issued = CapabilitiesClient::new(channel).issue_capability(request).await?.into_inner();
+            AdminReply::Capability(issued.capability.into())
+        }
+        AdminRequest::ListSessions => {
+            let answer = SessionsClient::new(channel).list_sessions(proto::ListSessionsRequest {}).await?;
+            let sessions = answer.into_inner().sessions.into_iter().map(session_info);
+            AdminReply::Sessions(sessions.collect::<Result<_, BadAnswer>>()?)
+        }
+        AdminRequest::KillSession(id) => {
+            let request = proto::KillSessionRequest { id: id.to_string() };
+            SessionsClient::new(channel).kill_session(request).await?;
+            AdminReply::Done
+        }
+        AdminRequest::Audit { limit } => {
+            let answer = node.get_audit(proto::GetAuditRequest { limit }).await?.into_inner();
+            AdminReply::Audit(answer.entries)
+        }
+        AdminRequest::WhoAmI => {
+            let answer = CapabilitiesClient::new(channel).get_caller(proto::GetCallerRequest {}).await?;
+            let user = answer.into_inner().user.ok_or_else(|| BadAnswer("the user is missing".into()))?;
+            AdminReply::Me(Box::new(user_info(user)?))
+        }
     })
+}
+
+async fn call_accounts(
+    mut accounts: AccountsClient<Channel>,
+    request: AccountRequest,
+    repeated: bool,
+) -> Result<AdminReply, FailedCall> {
+    match request {
+        AccountRequest::CreateTenant { name } => {
+            accounts.create_tenant(proto::CreateTenantRequest { name, repeated }).await?;
+        }
+        AccountRequest::ListTenants => {
+            let answer = accounts.list_tenants(proto::ListTenantsRequest {}).await?.into_inner();
+            return Ok(AdminReply::Tenants(answer.tenants.into_iter().map(tenant_info).collect()));
+        }
+        AccountRequest::RemoveTenant { name } => {
+            accounts.remove_tenant(proto::RemoveTenantRequest { name, repeated }).await?;
+        }
+        AccountRequest::CreateUser { user, key, is_node_admin } => {
+            let (name, key, node_admin) = (user.to_string(), key.to_vec(), is_node_admin);
+            accounts.create_user(proto::CreateUserRequest { name, key, node_admin, repeated }).await?;
+        }
+        AccountRequest::ListUsers { tenant } => {
+            let answer = accounts.list_users(proto::ListUsersRequest { tenant }).await?.into_inner();
+            let users: Result<Vec<UserInfo>, BadAnswer> = answer.users.into_iter().map(user_info).collect();
+            return Ok(AdminReply::Users(users?));
+        }
+        AccountRequest::RemoveUser { user } => {
+            let name = user.to_string();
+            accounts.remove_user(proto::RemoveUserRequest { name, repeated }).await?;
+        }
+        AccountRequest::Grant { user, grant } => {
+            let (name, grant) = (user.to_string(), Some(proto::Grant::from(&grant)));
+            accounts.grant_rights(proto::GrantRightsRequest { name, grant }).await?;
+        }
+        AccountRequest::Revoke { user, scope, verbs } => {
+            let (name, scope, rights) =
+                (user.to_string(), scope.map(|scope| scope.to_string()), verbs.to_string());
+            accounts.revoke_rights(proto::RevokeRightsRequest { name, scope, rights }).await?;
+        }
+    }
+    Ok(AdminReply::Done)
 }

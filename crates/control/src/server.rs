@@ -13,7 +13,7 @@ use base::BoxFuture;
 use base::budget::{Budget, PeerAddress};
 use base::collections::HashMap;
 use base::thread::ThreadClass;
-use identity::{KeyHash, Protocol, Trust, proven_key};
+use identity::{Caller, KeyHash, Protocol, Trust, proven_key};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{mpsc, oneshot};
@@ -25,8 +25,11 @@ use tonic::transport::server::Connected;
 use tonic::{Request, Status};
 use wire::{AdminReply, AdminRequest};
 
+use crate::proto::accounts_server::AccountsServer;
+use crate::proto::capabilities_server::CapabilitiesServer;
 use crate::proto::node_server::NodeServer;
 use crate::proto::pools_server::PoolsServer;
+use crate::proto::sessions_server::SessionsServer;
 use crate::proto::targets_server::TargetsServer;
 use crate::proto::{self};
 use crate::services::Services;
@@ -55,13 +58,28 @@ const REQUEST_BYTES_MAX: usize = 64 << 10;
 
 /// Executes administrative requests. The osd implements it. Any thread may call it.
 pub trait Administrator: Send + Sync {
-    /// Executes a request. `is_repeated` says whether an earlier attempt of the request may have taken
-    /// effect.
+    /// Executes a request of `caller`. `is_repeated` says whether an earlier attempt of the request may
+    /// have taken effect.
     fn administer(
         &self,
+        caller: Caller,
         request: AdminRequest,
         is_repeated: bool,
     ) -> BoxFuture<'static, wire::Result<AdminReply>>;
+}
+
+impl<F> Administrator for F
+where
+    F: Fn(Caller, AdminRequest, bool) -> BoxFuture<'static, wire::Result<AdminReply>> + Send + Sync,
+{
+    fn administer(
+        &self,
+        caller: Caller,
+        request: AdminRequest,
+        is_repeated: bool,
+    ) -> BoxFuture<'static, wire::Result<AdminReply>> {
+        self(caller, request, is_repeated)
+    }
 }
 
 /// A bound address at which a [`ControlServer`] will serve calls.
@@ -164,7 +182,10 @@ async fn serve(
     let guard = move |request: Request<()>| check_caller(&trust, request);
     let node = NodeServer::new(services.clone()).max_decoding_message_size(REQUEST_BYTES_MAX);
     let pools = PoolsServer::new(services.clone()).max_decoding_message_size(REQUEST_BYTES_MAX);
-    let targets = TargetsServer::new(services).max_decoding_message_size(REQUEST_BYTES_MAX);
+    let targets = TargetsServer::new(services.clone()).max_decoding_message_size(REQUEST_BYTES_MAX);
+    let accounts = AccountsServer::new(services.clone()).max_decoding_message_size(REQUEST_BYTES_MAX);
+    let sessions = SessionsServer::new(services.clone()).max_decoding_message_size(REQUEST_BYTES_MAX);
+    let capabilities = CapabilitiesServer::new(services).max_decoding_message_size(REQUEST_BYTES_MAX);
     let (health, healthy) = tonic_health::server::health_reporter();
     health.set_serving::<NodeServer<Services>>().await;
     let reflection = tonic_reflection::server::Builder::configure()
@@ -180,6 +201,9 @@ async fn serve(
         .add_service(InterceptedService::new(node, guard.clone()))
         .add_service(InterceptedService::new(pools, guard.clone()))
         .add_service(InterceptedService::new(targets, guard.clone()))
+        .add_service(InterceptedService::new(accounts, guard.clone()))
+        .add_service(InterceptedService::new(capabilities, guard.clone()))
+        .add_service(InterceptedService::new(sessions, guard.clone()))
         .add_service(InterceptedService::new(healthy, guard.clone()))
         .add_service(InterceptedService::new(reflection, guard))
         .serve_with_incoming(incoming);
@@ -189,12 +213,15 @@ async fn serve(
     }
 }
 
-/// Refuses the calls of clients whose keys are unknown now. A user may have been removed since the
-/// connection began.
-fn check_caller(trust: &Trust, request: Request<()>) -> Result<Request<()>, Status> {
-    let key = request.extensions().get::<Caller>().map(|caller| caller.key);
+/// Refuses the calls of clients whose keys are unknown now, and tells the services who makes a call. A
+/// user may have been removed since the connection began.
+fn check_caller(trust: &Trust, mut request: Request<()>) -> Result<Request<()>, Status> {
+    let key = request.extensions().get::<ConnectedClient>().map(|client| client.key);
     match key.map(|key| (key, trust.user_of(&key))) {
-        Some((_, Some(_))) => Ok(request),
+        Some((key, Some(user))) => {
+            request.extensions_mut().insert(Caller { key, user });
+            Ok(request)
+        }
         Some((key, None)) => Err(Status::unauthenticated(format!(
             "the node refuses the key {key}: it is unknown or was revoked; use the credentials of a user of this node"
         ))),
@@ -204,7 +231,7 @@ fn check_caller(trust: &Trust, request: Request<()>) -> Result<Request<()>, Stat
 
 /// The client of a connection.
 #[derive(Debug, Clone)]
-struct Caller {
+struct ConnectedClient {
     key: KeyHash,
 }
 
@@ -263,7 +290,7 @@ impl ControlReception {
             });
         }
         // If the server has ended, the connection is dropped.
-        let _ = self.accepted.send(ControlStream { stream, place, caller: Caller { key } }).await;
+        let _ = self.accepted.send(ControlStream { stream, place, caller: ConnectedClient { key } }).await;
     }
 }
 
@@ -353,13 +380,13 @@ impl ClosingSignal {
 struct ControlStream {
     stream: TlsStream<TcpStream>,
     place: ConnectionPlace,
-    caller: Caller,
+    caller: ConnectedClient,
 }
 
 impl Connected for ControlStream {
-    type ConnectInfo = Caller;
+    type ConnectInfo = ConnectedClient;
 
-    fn connect_info(&self) -> Caller {
+    fn connect_info(&self) -> ConnectedClient {
         self.caller.clone()
     }
 }

@@ -6,8 +6,14 @@ use std::time::{Duration, Instant};
 
 use base::BoxFuture;
 use control::{Administrator, ControlClient, ControlError, ControlListener, ControlServer};
-use identity::{Identity, IdentityError, KeyHash, Trust, UserDirectory, UserName};
-use wire::{AdminReply, AdminRequest, Error, PoolInfo, PoolLoss, Redundancy, ScrubStatus};
+use identity::{Caller, Identity, IdentityError, KeyHash, Trust, UserDirectory, UserName};
+use wire::AccountRequest::{
+    CreateTenant, CreateUser, Grant, ListTenants, ListUsers, RemoveTenant, RemoveUser, Revoke,
+};
+use wire::{
+    AccountName, AdminReply, AdminRequest, Error, PoolInfo, PoolLoss, Redundancy, ScrubStatus, SessionId,
+    SessionInfo, TenantInfo, UserInfo, Verbs,
+};
 
 /// An administrator that records the requests and answers from a list.
 #[derive(Default)]
@@ -19,9 +25,11 @@ struct Recorder {
 impl Administrator for Recorder {
     fn administer(
         &self,
+        caller: Caller,
         request: AdminRequest,
         is_repeated: bool,
     ) -> BoxFuture<'static, wire::Result<AdminReply>> {
+        assert_eq!(caller.user.to_string(), "main/admin");
         self.seen.lock().unwrap().push((request, is_repeated));
         let answer = self.answer.lock().unwrap().clone().unwrap_or(Ok(AdminReply::Done));
         Box::pin(std::future::ready(answer))
@@ -34,7 +42,7 @@ struct Users(Mutex<Vec<KeyHash>>);
 impl UserDirectory for Users {
     fn find(&self, key: &KeyHash) -> Option<UserName> {
         let known = self.0.lock().unwrap().contains(key);
-        known.then(|| UserName { tenant: "main".into(), user: "admin".into() })
+        known.then(|| UserName { id: identity::NODE_ADMIN, tenant: "main".into(), user: "admin".into() })
     }
 }
 
@@ -78,16 +86,33 @@ impl World {
 #[tokio::test]
 async fn every_request_and_every_reply_arrives_unchanged() {
     let world = World::new();
-    let redundancy: Redundancy = "ec:4+2".parse().unwrap();
+    let redundancy = "ec:4+2".parse::<Redundancy>().unwrap().with_stripe_unit(12 << 10).unwrap();
     let pool = PoolInfo { id: 3, name: "films".into(), pg_count: 8, redundancy, made_ms: 5 };
     let loss = PoolLoss { pool: "films".into(), redundancy, groups: 8, waiting: 2, emptied: 1 };
     let name = || bytes::Bytes::from_static(b"films");
+    let name_of = || "t/u".parse::<AccountName>().unwrap();
+    let grant =
+        || wire::AccessGrant { scope: "films:n/a".parse().unwrap(), verbs: "read,list".parse().unwrap() };
+    let tenant = TenantInfo { name: "t".into(), made_ms: 1, pools: 2, users: 3 };
+    let user =
+        || UserInfo { user: name_of(), key: [9; 32], is_node_admin: true, made_ms: 5, grants: vec![grant()] };
+    let accounts = AdminRequest::Accounts;
+    let session = SessionInfo {
+        id: SessionId(1 << 100),
+        user: "t/u".into(),
+        peer: "192.0.2.1:5".into(),
+        opened_ms: 3,
+        connections: 2,
+    };
     let calls = [
-        (AdminRequest::PoolCreate { name: name(), pg_count: 8, redundancy }, AdminReply::Done),
-        (AdminRequest::PoolList, AdminReply::Pools(vec![pool])),
-        (AdminRequest::PoolRemove { name: name(), force: true }, AdminReply::Done),
         (
-            AdminRequest::Scrub { pool: name(), start: true, repair: false },
+            AdminRequest::PoolCreate { name: name(), pg_count: 8, redundancy, tenant: Some("t".into()) },
+            AdminReply::Done,
+        ),
+        (AdminRequest::PoolList { tenant: None }, AdminReply::Pools(vec![pool])),
+        (AdminRequest::PoolRemove { name: name(), force: true, tenant: Some("t".into()) }, AdminReply::Done),
+        (
+            AdminRequest::Scrub { pool: name(), start: true, repair: false, tenant: None },
             AdminReply::Scrub(Box::<ScrubStatus>::default()),
         ),
         (AdminRequest::TargetSetOut { index: 2, out: true }, AdminReply::Done),
@@ -97,6 +122,31 @@ async fn every_request_and_every_reply_arrives_unchanged() {
         (AdminRequest::SetCodingMode("hybrid:1:3".parse().unwrap()), AdminReply::Done),
         (AdminRequest::CollectOrphans { older_than_ms: 9 }, AdminReply::Collected(4)),
         (AdminRequest::Usage, AdminReply::Usage(Vec::new())),
+        (
+            AdminRequest::IssueCapability { grants: Some(vec![grant()]), key: Some([3; 32]), lifetime_s: 7 },
+            AdminReply::Capability("signed".into()),
+        ),
+        (
+            AdminRequest::IssueCapability { grants: None, key: None, lifetime_s: 0 },
+            AdminReply::Capability("signed".into()),
+        ),
+        (AdminRequest::ListSessions, AdminReply::Sessions(vec![session])),
+        (AdminRequest::KillSession(SessionId(7)), AdminReply::Done),
+        (AdminRequest::Audit { limit: 3 }, AdminReply::Audit(vec!["{}".into()])),
+        (AdminRequest::WhoAmI, AdminReply::Me(Box::new(user()))),
+        (accounts(CreateTenant { name: "t".into() }), AdminReply::Done),
+        (accounts(RemoveTenant { name: "t".into() }), AdminReply::Done),
+        (accounts(ListTenants), AdminReply::Tenants(vec![tenant])),
+        (accounts(CreateUser { user: name_of(), key: [4; 32], is_node_admin: true }), AdminReply::Done),
+        (accounts(RemoveUser { user: name_of() }), AdminReply::Done),
+        (accounts(ListUsers { tenant: None }), AdminReply::Users(vec![user()])),
+        (accounts(ListUsers { tenant: Some("t".into()) }), AdminReply::Users(Vec::new())),
+        (accounts(Grant { user: name_of(), grant: grant() }), AdminReply::Done),
+        (accounts(Revoke { user: name_of(), scope: None, verbs: Verbs::ALL }), AdminReply::Done),
+        (
+            accounts(Revoke { user: name_of(), scope: Some(grant().scope), verbs: Verbs::ALL }),
+            AdminReply::Done,
+        ),
     ];
     for (request, reply) in calls {
         let answer = world.call(request.clone(), Ok(reply.clone())).await;
@@ -109,14 +159,14 @@ async fn every_request_and_every_reply_arrives_unchanged() {
 async fn a_refusal_arrives_as_the_nodes_error_and_a_repetition_is_marked() {
     let world = World::new();
     let error = Error::PoolNotEmpty("films".into());
-    let request = AdminRequest::PoolRemove { name: "films".into(), force: false };
+    let request = AdminRequest::PoolRemove { name: "films".into(), force: false, tenant: None };
     let answer = world.call(request.clone(), Err(error.clone())).await;
     assert_eq!(answer, Err(ControlError::Refused(error)));
     let client = world.client();
     client.administer(&world.endpoint(), request.clone(), true).await.unwrap_err();
     assert_eq!(world.recorder.seen.lock().unwrap().pop(), Some((request, true)));
     // An answer of another kind is an error of one call.
-    let wrong = world.call(AdminRequest::PoolList, Ok(AdminReply::Done)).await;
+    let wrong = world.call(AdminRequest::PoolList { tenant: None }, Ok(AdminReply::Done)).await;
     assert!(matches!(wrong, Err(ControlError::Refused(Error::BadRequest(_)))), "{wrong:?}");
 }
 
@@ -124,11 +174,12 @@ async fn a_refusal_arrives_as_the_nodes_error_and_a_repetition_is_marked() {
 async fn only_users_of_the_node_administer_it_and_only_that_node() {
     let world = World::new();
     let stranger = ControlClient::new(Trust::client(&Identity::generate(), world.node.key()));
-    let refused = stranger.administer(&world.endpoint(), AdminRequest::PoolList, false).await;
+    let refused =
+        stranger.administer(&world.endpoint(), AdminRequest::PoolList { tenant: None }, false).await;
     assert!(matches!(refused, Err(ControlError::NotPermitted(_))), "{refused:?}");
     let (expected, found) = (Identity::generate().key(), world.node.key());
     let misled = ControlClient::new(Trust::client(&world.user, expected));
-    let refused = misled.administer(&world.endpoint(), AdminRequest::PoolList, false).await;
+    let refused = misled.administer(&world.endpoint(), AdminRequest::PoolList { tenant: None }, false).await;
     assert_eq!(refused, Err(ControlError::Identity(IdentityError::OtherServer { expected, found })));
     assert!(world.recorder.seen.lock().unwrap().is_empty(), "no call has reached the osd");
     // A user who is removed loses the right to further calls of an open connection.

@@ -40,13 +40,43 @@ impl Protocol {
     }
 }
 
+/// Number of the node's own administrator.
+pub const NODE_ADMIN: u32 = 0;
+
 /// Who a key belongs to.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct UserName {
+    /// Number of the user on the node: [`NODE_ADMIN`], or the number of a user in the node's map.
+    pub id: u32,
     /// Name of the tenant, at most 32 bytes.
     pub tenant: String,
     /// Name of the user within the tenant.
     pub user: String,
+}
+
+impl fmt::Display for UserName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.tenant, self.user)
+    }
+}
+
+/// A client that has proved its key.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Caller {
+    /// The key.
+    pub key: KeyHash,
+    /// The user to whom the key belongs.
+    pub user: UserName,
+}
+
+impl Caller {
+    /// The process itself, which administers the node if the node trusts only this process.
+    #[must_use]
+    pub fn process() -> Caller {
+        let trust = Trust::default();
+        let user = trust.user_of(&trust.key()).expect("a process trusts itself");
+        Caller { key: trust.key(), user }
+    }
 }
 
 /// The users that a server accepts. Any thread may call it.
@@ -198,13 +228,13 @@ impl fmt::Debug for Trust {
     }
 }
 
-/// Accepts one key, which belongs to a process and not to a user.
+/// Accepts one key, which belongs to a process and not to a user. The process administers the node.
 #[derive(Debug, Clone, Copy)]
 pub struct OnlyProcess(pub KeyHash);
 
 impl UserDirectory for OnlyProcess {
     fn find(&self, key: &KeyHash) -> Option<UserName> {
-        (*key == self.0).then(|| UserName { tenant: "main".into(), user: "process".into() })
+        (*key == self.0).then(|| UserName { id: NODE_ADMIN, tenant: "main".into(), user: "process".into() })
     }
 }
 

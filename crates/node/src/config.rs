@@ -56,6 +56,9 @@ pub struct Config {
     /// Transports for clients.
     #[config(nested)]
     pub network: NetworkSection,
+    /// The control plane.
+    #[config(nested)]
+    pub control: ControlSection,
     /// Logs.
     #[config(nested)]
     pub log: LogSection,
@@ -253,6 +256,11 @@ pub struct OsdSection {
     /// to 64. Shard n listens to the port of `listen` plus n.
     #[config(default = "auto")]
     pub shards: ThreadCount,
+    /// Whether to start with a map of the node that this DPU has not sealed. Set it for one start, with
+    /// OUTBOARD_OSD_ACCEPT_ALTERED_MAP=true, if keys/dpu was lost: whoever had the drives meanwhile may
+    /// have changed tenants, users and rights.
+    #[config(default = false)]
+    pub accept_altered_map: bool,
     /// Memory for the data of reads, and of writes that the osd pulls from clients. When this memory
     /// is used up, these requests wait. At least 8MiB, a multiple of 4MiB. Writes of up to 256KiB
     /// contain their data and use other memory: per connection, up to 256KiB for each of the
@@ -409,6 +417,25 @@ impl NetworkSection {
     }
 }
 
+/// Configuration keys of section `control`.
+#[derive(Debug, Clone, PartialEq, Eq, confique::Config)]
+pub struct ControlSection {
+    /// Address of the control plane (gRPC), over which the node is administered: "auto" (a free port,
+    /// at the host of `listen`) or an address with a port. The osd tells its clients the address.
+    #[config(default = "auto")]
+    pub listen: String,
+}
+
+impl ControlSection {
+    /// Returns the address to bind, for an osd that listens at `listen`.
+    pub fn address(&self, listen: &str) -> String {
+        match self.listen.as_str() {
+            "auto" => format!("{}:0", listen.rsplit_once(':').map_or(listen, |(host, _)| host)),
+            address => address.to_owned(),
+        }
+    }
+}
+
 /// Configuration keys of section `log`.
 #[derive(Debug, Clone, PartialEq, Eq, confique::Config)]
 pub struct LogSection {
@@ -422,6 +449,10 @@ pub struct LogSection {
     /// supervisor renames it to *.log.1, which replaces the previous *.log.1.
     #[config(default = "16MiB")]
     pub max_size: ByteSize,
+    /// Maximum size of the file of the audit log, log/audit.jsonl. A file that has reached it is
+    /// renamed, and the last four are kept.
+    #[config(default = "4MiB")]
+    pub audit_size: ByteSize,
 }
 
 /// Format of log lines.

@@ -6,6 +6,7 @@
 #![forbid(unsafe_code)]
 
 pub mod announce;
+pub mod audit_file;
 pub mod checkup;
 pub mod coding;
 pub mod config;

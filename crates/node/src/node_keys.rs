@@ -17,8 +17,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use identity::{
-    Credentials, Identity, IdentityError, KeyHash, ProofKey, Trust, UserDirectory, UserName, random_secret,
+    Credentials, Identity, IdentityError, KeyHash, NODE_ADMIN, ProofKey, Trust, UserDirectory, UserName,
+    random_secret,
 };
+
+use base::clock::WallClock;
+use osd::{AuditEvent, AuditKind, AuditSink, Directory};
 
 use super::dir::{DirError, io_error};
 use super::durable::{create_directory, create_secret, replace_file};
@@ -139,10 +143,11 @@ impl NodeKeys {
         &self.dpu
     }
 
-    /// Returns the trust of the osd: it proves the node's key, and accepts the node's users.
+    /// Returns the trust of the osd: it proves the node's key, and accepts the administrator and these
+    /// users. It notes unknown keys in the audit log.
     #[must_use]
-    pub fn trust(&self) -> Trust {
-        Trust::server(&self.node, Arc::new(Users { admin: self.admin }))
+    pub fn trust(&self, users: Directory, audit: Arc<dyn AuditSink>) -> Trust {
+        Trust::server(&self.node, Arc::new(Users { admin: self.admin, users, audit }))
     }
 }
 
@@ -175,11 +180,29 @@ fn dpu_key(folder: &Path) -> Result<ProofKey, NodeKeysError> {
 /// The users of the node.
 struct Users {
     admin: KeyHash,
+    /// The users in the node's map.
+    users: Directory,
+    audit: Arc<dyn AuditSink>,
 }
 
 impl UserDirectory for Users {
     fn find(&self, key: &KeyHash) -> Option<UserName> {
-        (*key == self.admin).then(|| UserName { tenant: MAIN_TENANT.into(), user: ADMIN.into() })
+        if *key == self.admin {
+            return Some(UserName { id: NODE_ADMIN, tenant: MAIN_TENANT.into(), user: ADMIN.into() });
+        }
+        let found = self.users.find(key);
+        if found.is_none() {
+            self.audit.record(AuditEvent {
+                at_ms: WallClock::default().now_ms(),
+                event: AuditKind::Refused,
+                user: None,
+                key: *key,
+                peer: None,
+                what: "connect".into(),
+                why: Some("the key is unknown or was revoked".into()),
+            });
+        }
+        found
     }
 }
 
@@ -198,6 +221,16 @@ mod tests {
 
     use super::*;
 
+    struct NoAudit;
+
+    impl AuditSink for NoAudit {
+        fn record(&self, _: AuditEvent) {}
+
+        fn recent(&self, _: usize) -> base::BoxFuture<'static, Vec<String>> {
+            Box::pin(std::future::ready(Vec::new()))
+        }
+    }
+
     #[test]
     fn keys_are_made_once_and_the_private_ones_are_secret() {
         let dir = tempfile::tempdir().unwrap();
@@ -206,8 +239,9 @@ mod tests {
         assert_eq!((again.node.key(), again.admin), (made.node.key(), made.admin));
         let credentials = Credentials::load(&credentials_path(dir.path())).unwrap();
         assert_eq!((credentials.node, credentials.identity.key()), (made.node.key(), made.admin));
-        assert_eq!(made.trust().user_of(&made.admin).unwrap().tenant, MAIN_TENANT);
-        assert_eq!(made.trust().user_of(&made.node.key()), None);
+        let trust = made.trust(Directory::default(), Arc::new(NoAudit));
+        assert_eq!(trust.user_of(&made.admin).unwrap().tenant, MAIN_TENANT);
+        assert_eq!(trust.user_of(&made.node.key()), None);
         for file in ["keys/node.pem", "keys/dpu", CREDENTIALS] {
             let mode = dir.path().join(file).metadata().unwrap().permissions().mode();
             assert_eq!(mode & 0o077, 0, "{file}");

@@ -2,6 +2,7 @@
 //! another process through an attachment.
 
 use std::cell::Cell;
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
@@ -15,7 +16,10 @@ use channel::ofi::{OfiEngine, OfiOptions};
 use channel::{DmaEngine, MemoryLayout, Profile, SeatClaim, ShmEngine, ShmOptions};
 use identity::{ProofKey, Trust};
 use messenger::{NetworkStack, UseAs};
-use osd::{FirstShard, FurtherShard, OffloadSource, OsdConfig, ShardResources, StripesAt, UsageSource};
+use osd::{
+    AuditAt, AuditSink, Directory, FirstShard, FurtherShard, OffloadSource, OsdConfig, ShardResources,
+    StripesAt, UsageSource,
+};
 use proxy::{Attachment, AttachmentOptions, StoreEndpoint};
 use store::ObjectStore;
 use store::stripes::Engines;
@@ -76,6 +80,12 @@ pub struct ShardCommon {
     pub trust: Trust,
     /// The DPU's secret key.
     pub dpu_key: ProofKey,
+    /// The audit log.
+    pub audit: Arc<dyn AuditSink>,
+    /// The users in the node's map.
+    pub users: Directory,
+    /// Address of the control plane.
+    pub control: SocketAddr,
 }
 
 impl ShardCommon {
@@ -287,6 +297,10 @@ async fn open(common: &ShardCommon, number: u16) -> Result<OpenShard> {
         forgotten: common.expected.forgotten.clone(),
         node: common.expected.node,
         dpu_key: common.dpu_key.clone(),
+        accepts_altered_map: config.osd.accept_altered_map,
+        users: common.users.clone(),
+        audit: AuditAt(Some(Arc::clone(&common.audit))),
+        control: Some(common.control.to_string()),
         orphan_grace: config.osd.orphan_grace.0,
         collect_interval: config.osd.collect_interval.0,
         requests_per_connection: config.osd.requests_per_connection,

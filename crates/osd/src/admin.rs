@@ -4,40 +4,134 @@
 use std::rc::Rc;
 use std::time::Duration;
 
-use wire::{AdminReply, AdminRequest, Error, Result};
+use base::BoxFuture;
+use identity::{Caller, KeyHash};
+use wire::{AccountRequest, AdminReply, AdminRequest, Error, Result};
 
+use crate::audit_log::{AuditEvent, AuditKind};
+use crate::authorize::authorize_admin;
+use crate::mailbox::Addresses;
 use crate::osd::Osd;
+use crate::pool::ActivePool;
 use crate::shard::Shard;
 use crate::status;
+
+/// Administers an osd. Any thread may use it. Requests wait until the osd has started.
+#[derive(Clone)]
+pub struct OsdAdministrator(Addresses);
+
+impl std::fmt::Debug for OsdAdministrator {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("OsdAdministrator")
+    }
+}
+
+impl OsdAdministrator {
+    pub(crate) fn new(addresses: Addresses) -> OsdAdministrator {
+        OsdAdministrator(addresses)
+    }
+
+    /// Executes an administrative request of `caller`. `is_repeated` says whether an earlier attempt of the
+    /// request may have taken effect. The request continues if the returned future is dropped.
+    ///
+    /// # Errors
+    /// The reason of a refusal. [`Error::Unavailable`] if the osd ends meanwhile: the request may have
+    /// taken effect.
+    pub fn administer(
+        &self,
+        caller: Caller,
+        request: AdminRequest,
+        is_repeated: bool,
+    ) -> BoxFuture<'static, Result<AdminReply>> {
+        let administered =
+            self.0.on_first(move |osd| async move { osd.administer(&caller, request, is_repeated).await });
+        Box::pin(async { administered.await.map_err(Error::from).flatten() })
+    }
+}
 
 impl Osd {
     /// Executes an administrative request. `is_repeated` says whether the request is a retry. A retry
     /// may find that an earlier attempt has already created or removed the pool; the retry then
     /// succeeds.
-    pub(crate) async fn administer(
+    async fn administer(
         self: &Rc<Osd>,
+        caller: &Caller,
         body: AdminRequest,
         is_repeated: bool,
     ) -> Result<AdminReply> {
+        let counted = self.shard.requests.enter();
+        let described = audited(&body);
+        let mut result = self.try_administer(caller, body, is_repeated).await;
+        self.note(caller, described, &result);
+        drop(counted);
+        if let Err(Error::NoSpace { target, .. }) = &mut result {
+            *target = self.shard.map.borrow().name_of(target);
+        }
+        result
+    }
+
+    /// Notes a request in the audit log if it has changed something or was refused.
+    fn note(&self, caller: &Caller, (kind, what): (Option<AuditKind>, String), result: &Result<AdminReply>) {
+        let (event, why) = match (kind, result) {
+            (_, Err(e @ (Error::NotPermitted { .. } | Error::NotAdministrator { .. }))) => {
+                (AuditKind::Refused, Some(e.to_string()))
+            }
+            (Some(_), Err(e)) => (AuditKind::Failed, Some(e.to_string())),
+            (Some(kind), Ok(_)) => (kind, None),
+            (None, _) => return,
+        };
+        self.shard.config.audit.record(|| AuditEvent {
+            at_ms: self.shard.config.clock.now_ms(),
+            event,
+            user: Some(caller.user.to_string()),
+            key: caller.key,
+            peer: None,
+            what,
+            why,
+        });
+    }
+
+    async fn try_administer(
+        self: &Rc<Osd>,
+        caller: &Caller,
+        body: AdminRequest,
+        is_repeated: bool,
+    ) -> Result<AdminReply> {
+        let grant = match (authorize_admin(&self.shard, caller, &body), &body) {
+            (Err(Error::NoSuchPool(_)), AdminRequest::PoolRemove { .. }) if is_repeated => {
+                return Ok(AdminReply::Done);
+            }
+            (granted, _) => granted?,
+        };
+        let pool = || grant.pool.as_deref().ok_or_else(|| Error::BadRequest("no pool is named".into()));
         match body {
-            AdminRequest::PoolCreate { name, pg_count, redundancy } => {
-                match self.create_pool(&name, pg_count, redundancy).await {
+            AdminRequest::PoolCreate { name, pg_count, redundancy, tenant: _ } => {
+                match self.create_pool((grant.tenant, &name), pg_count, redundancy).await {
                     Err(Error::PoolExists(_)) if is_repeated => {}
                     created => created?,
                 }
             }
-            AdminRequest::PoolList => return Ok(AdminReply::Pools(self.list_pools())),
-            AdminRequest::PoolRemove { name, force } => match self.remove_pool(&name, force).await {
-                Err(Error::NoSuchPool(_)) if is_repeated => {}
-                removed => removed?,
-            },
+            AdminRequest::PoolList { tenant } => {
+                let all = tenant.is_some() || grant.standing.is_node_admin;
+                let listed = |pool: &ActivePool| {
+                    let is_seen = all || grant.standing.knows(pool.record.id);
+                    (pool.record.tenant == grant.tenant && is_seen).then(|| pool.record.name.clone())
+                };
+                return Ok(AdminReply::Pools(self.list_pools(listed)));
+            }
+            AdminRequest::PoolRemove { force, .. } => {
+                match self.remove_pool(pool()?.record.id, force).await {
+                    Err(Error::NoSuchPool(_)) if is_repeated => {}
+                    removed => removed?,
+                }
+            }
             AdminRequest::TargetSetOut { index, out } => self.set_target_out(index, out).await?,
             AdminRequest::TargetReplace { index, uuid } => self.replace_target(index, uuid).await?,
             AdminRequest::TargetForget { index, accept_loss } => {
                 return Ok(AdminReply::Loss(self.forget_target(index, accept_loss).await?));
             }
-            AdminRequest::Scrub { pool, start, repair } => {
-                return Ok(AdminReply::Scrub(Box::new(self.scrub(&pool, start, repair).await?)));
+            AdminRequest::Scrub { start, repair, .. } => {
+                return Ok(AdminReply::Scrub(Box::new(self.scrub(pool()?, start, repair).await?)));
             }
             AdminRequest::SetRebuildRate(rate) => {
                 self.shard.pace.set_rate(rate);
@@ -53,8 +147,119 @@ impl Osd {
                 return Ok(AdminReply::Collected(removed.into_iter().sum()));
             }
             AdminRequest::Usage => return Ok(AdminReply::Usage(status::usage(&self.shard.config).await)),
-            other => return Err(Error::BadRequest(format!("{other:?} is not supported"))),
+            AdminRequest::Accounts(request) => {
+                return self.administer_accounts(&grant, request, is_repeated).await;
+            }
+            AdminRequest::IssueCapability { grants, key, lifetime_s } => {
+                let issued = self.issue_capability((caller, grant.standing), grants, key, lifetime_s)?;
+                return Ok(AdminReply::Capability(issued.into()));
+            }
+            AdminRequest::ListSessions => {
+                return Ok(AdminReply::Sessions(self.list_sessions(grant.sessions_of())));
+            }
+            AdminRequest::KillSession(id) => self.kill_session(id, grant.sessions_of()).await?,
+            AdminRequest::Audit { limit } => {
+                let Some(sink) = &self.shard.config.audit.0 else { return Ok(AdminReply::Audit(Vec::new())) };
+                return Ok(AdminReply::Audit(sink.recent(limit as usize).await));
+            }
+            AdminRequest::WhoAmI => {
+                return Ok(AdminReply::Me(Box::new(self.who_am_i(caller, &grant.standing)?)));
+            }
         }
         Ok(AdminReply::Done)
+    }
+}
+
+/// Returns what a request changes, and its text in the audit log. `None` for a request that changes
+/// nothing.
+fn audited(request: &AdminRequest) -> (Option<AuditKind>, String) {
+    let kind = match request {
+        AdminRequest::PoolCreate { .. }
+        | AdminRequest::PoolRemove { .. }
+        | AdminRequest::TargetSetOut { .. }
+        | AdminRequest::TargetReplace { .. }
+        | AdminRequest::TargetForget { accept_loss: true, .. }
+        | AdminRequest::Scrub { start: true, .. }
+        | AdminRequest::SetRebuildRate(_)
+        | AdminRequest::SetCodingMode(_)
+        | AdminRequest::CollectOrphans { .. } => Some(AuditKind::Changed),
+        AdminRequest::Accounts(AccountRequest::ListTenants | AccountRequest::ListUsers { .. }) => None,
+        AdminRequest::Accounts(_) => Some(AuditKind::Changed),
+        AdminRequest::IssueCapability { .. } => Some(AuditKind::Issued),
+        AdminRequest::KillSession(_) => Some(AuditKind::SessionKilled),
+        AdminRequest::PoolList { .. }
+        | AdminRequest::TargetForget { .. }
+        | AdminRequest::Scrub { .. }
+        | AdminRequest::Status
+        | AdminRequest::Usage
+        | AdminRequest::WhoAmI
+        | AdminRequest::ListSessions
+        | AdminRequest::Audit { .. } => None,
+    };
+    (kind, described(request))
+}
+
+/// Returns a request as text for operators.
+fn described(request: &AdminRequest) -> String {
+    let of =
+        |tenant: &Option<String>| tenant.as_ref().map_or(String::new(), |tenant| format!(" of {tenant}"));
+    let name = |name: &[u8]| name.escape_ascii().to_string();
+    match request {
+        AdminRequest::PoolCreate { name: pool, redundancy, tenant, .. } => {
+            format!("create pool {}{} with {redundancy}", name(pool), of(tenant))
+        }
+        AdminRequest::PoolList { tenant } => format!("list pools{}", of(tenant)),
+        AdminRequest::PoolRemove { name: pool, force, tenant } => {
+            let force = if *force { " with its objects" } else { "" };
+            format!("remove pool {}{}{force}", name(pool), of(tenant))
+        }
+        AdminRequest::TargetSetOut { index, out } => {
+            format!("take target {index} {} use", if *out { "out of" } else { "into" })
+        }
+        AdminRequest::TargetReplace { index, uuid } => format!("replace target {index} by {uuid}"),
+        AdminRequest::TargetForget { index, accept_loss } => {
+            format!("{} the loss of target {index}", if *accept_loss { "accept" } else { "show" })
+        }
+        AdminRequest::Scrub { pool, repair, tenant, .. } => {
+            format!("scrub pool {}{}{}", name(pool), of(tenant), if *repair { " with repair" } else { "" })
+        }
+        AdminRequest::SetRebuildRate(rate) => format!("limit rebuilds to {rate} bytes/s"),
+        AdminRequest::SetCodingMode(mode) => format!("set the coding mode {mode}"),
+        AdminRequest::CollectOrphans { .. } => "collect orphans".into(),
+        AdminRequest::IssueCapability { grants, key, .. } => {
+            let rights = match grants {
+                None => "all rights".to_owned(),
+                Some(grants) => {
+                    let grant = |grant: &wire::AccessGrant| format!("{} on {}", grant.verbs, grant.scope);
+                    grants.iter().map(grant).collect::<Vec<_>>().join(", ")
+                }
+            };
+            let holder = key.map_or(String::new(), |key| format!(" for the key {}", KeyHash::from(key)));
+            format!("issue a capability with {rights}{holder}")
+        }
+        AdminRequest::KillSession(id) => format!("end session {id}"),
+        AdminRequest::Status => "show the status".into(),
+        AdminRequest::Usage => "show the use of the machines".into(),
+        AdminRequest::WhoAmI => "show the caller".into(),
+        AdminRequest::ListSessions => "list sessions".into(),
+        AdminRequest::Audit { .. } => "show the audit log".into(),
+        AdminRequest::Accounts(request) => match request {
+            AccountRequest::CreateTenant { name } => format!("create tenant {name}"),
+            AccountRequest::ListTenants => "list tenants".into(),
+            AccountRequest::RemoveTenant { name } => format!("remove tenant {name}"),
+            AccountRequest::CreateUser { user, key, is_node_admin } => {
+                let role = if *is_node_admin { " as administrator of the node" } else { "" };
+                format!("create user {user}{role} with the key {}", KeyHash::from(*key))
+            }
+            AccountRequest::ListUsers { .. } => "list users".into(),
+            AccountRequest::RemoveUser { user } => format!("remove user {user}"),
+            AccountRequest::Grant { user, grant } => {
+                format!("grant {user} {} on {}", grant.verbs, grant.scope)
+            }
+            AccountRequest::Revoke { user, scope, verbs } => {
+                let scope = scope.as_ref().map_or("everything".to_owned(), ToString::to_string);
+                format!("revoke {verbs} on {scope} from {user}")
+            }
+        },
     }
 }

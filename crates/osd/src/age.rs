@@ -28,13 +28,18 @@ use uuid::Uuid;
 use wire::SessionId;
 
 use crate::ids;
+use crate::seal::Seal;
 use crate::start_error::StartError;
 use crate::target::Target;
 use crate::witness::NodeWitness;
 
-const FORMAT: u8 = 2;
+const FORMAT: u8 = 3;
+/// Format of ages without a seal.
+const FORMAT_UNSEALED: u8 = 2;
 /// Format of ages without a counter of the witness.
 const OLD_FORMAT: u8 = 1;
+/// Label of the proof by which the DPU recognises its ages.
+const SEAL: &str = "outboard node age";
 /// Key of the age in the omap.
 const KEY: Bytes = Bytes::from_static(b"age");
 
@@ -48,8 +53,9 @@ pub(crate) struct Age {
     saving: Mutex<()>,
 }
 
-/// The age as stored: a format byte, then the numbers, big-endian. Older versions of the node do not
-/// store the counter.
+/// The age as stored: a format byte, then the numbers, big-endian, then the seal: the DPU's proof for the
+/// target's UUID and the numbers. So the storage host can neither make an age nor copy one to another
+/// target. Older versions of the node store no seal, and even older ones no counter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct StoredAge {
     generation: u64,
@@ -74,7 +80,7 @@ impl Age {
         let mut answers = 0;
         let mut failure = None;
         for target in targets.iter().filter(|target| target.failure().is_none()) {
-            match read(target, patience).await {
+            match read(target, witness, patience).await {
                 Ok(stored) => {
                     answers += 1;
                     newest = newest.into_iter().chain(stored).reduce(StoredAge::max);
@@ -122,7 +128,8 @@ impl Age {
         let saved = join_all(there.map(async |target| {
             drop(check(target, witness, patience).await);
             // The store may have a new incarnation since the check, in which nothing is known.
-            let is_stored = target.went_back() == Some(false) && write(target, stored, patience).await;
+            let is_stored =
+                target.went_back() == Some(false) && write(target, stored, witness, patience).await;
             is_stored.then_some(target.uuid)
         }));
         let saved: Vec<Uuid> = saved.await.into_iter().flatten().collect();
@@ -154,7 +161,7 @@ pub(crate) async fn check(target: &Target, witness: &NodeWitness, patience: Dura
     // the witness changes meanwhile, the operator may have accepted that the target has gone back.
     let (when, expected) = loop {
         let expected = witness.age_of(target.uuid);
-        let stored = read(target, patience).await?;
+        let stored = read(target, witness, patience).await?;
         if witness.age_of(target.uuid) == expected {
             break (stored.map_or((0, 0), StoredAge::when), expected);
         }
@@ -172,28 +179,43 @@ pub(crate) async fn check(target: &Target, witness: &NodeWitness, patience: Dura
 /// Returns the highest counter of the witness that any usable target stores; 0 if the targets store
 /// none, and `None` if no counter was found and not all targets have answered. Waits at most `patience`
 /// for each target.
-pub(crate) async fn witness_counter(targets: &[Rc<Target>], patience: Duration) -> Option<u64> {
+pub(crate) async fn witness_counter(
+    targets: &[Rc<Target>],
+    witness: &NodeWitness,
+    patience: Duration,
+) -> Option<u64> {
     let there = targets.iter().filter(|target| target.failure().is_none());
-    let read = join_all(there.map(|target| read(target, patience))).await;
+    let read = join_all(there.map(|target| read(target, witness, patience))).await;
     let all_answered = read.iter().all(Result::is_ok);
     let counters = read.into_iter().flatten().flatten().map(|stored| stored.witness);
     let highest = counters.max().unwrap_or(0);
     (highest > 0 || all_answered).then_some(highest)
 }
 
-async fn read(target: &Target, patience: Duration) -> store::Result<Option<StoredAge>> {
+async fn read(
+    target: &Target,
+    witness: &NodeWitness,
+    patience: Duration,
+) -> store::Result<Option<StoredAge>> {
     let asked = target.store.omap_get(&ids::node_collection(), &ids::age_object(), vec![KEY]);
     let late = || StoreError::Disconnected(format!("no answer within {patience:?}"));
     match tokio::time::timeout(patience, asked).await.unwrap_or_else(|_| Err(late())) {
-        Ok(found) => Ok(found.first().and_then(|(_, value)| StoredAge::decode(value))),
+        Ok(found) => Ok(found.first().and_then(|(_, value)| {
+            let must_be_sealed = witness.has_sealed_age(target.uuid);
+            let stored = StoredAge::decode(value, (witness.seal(), target.uuid), must_be_sealed)?;
+            // The storage host can write a high counter without a seal, with which the witness would count
+            // as lost.
+            let is_unproven = value[0] != FORMAT && witness.is_sealing();
+            Some(StoredAge { witness: if is_unproven { 0 } else { stored.witness }, ..stored })
+        })),
         Err(StoreError::NoSuchCollection(_) | StoreError::NoSuchObject(_)) => Ok(None),
         Err(e) => Err(e),
     }
 }
 
 /// Writes the age to a target. Returns whether the target has stored the age durably.
-async fn write(target: &Target, stored: StoredAge, patience: Duration) -> bool {
-    let entries = vec![(KEY, stored.encode())];
+async fn write(target: &Target, stored: StoredAge, witness: &NodeWitness, patience: Duration) -> bool {
+    let entries = vec![(KEY, stored.encode((witness.seal(), target.uuid)))];
     let set = Op::OmapSet { oid: ids::age_object(), entries };
     target.backing.incarnation();
     let queued = target.backing.queue(Transaction::new(ids::node_collection()).with(set).from_reserve());
@@ -222,24 +244,35 @@ impl StoredAge {
         (self.generation, self.ran_ms)
     }
 
-    fn encode(self) -> Bytes {
-        let mut value = BytesMut::with_capacity(25);
+    fn encode(self, (seal, target): (&Seal, Uuid)) -> Bytes {
+        let mut value = BytesMut::with_capacity(57);
         value.put_u8(FORMAT);
         value.put_u64(self.generation);
         value.put_u64(self.ran_ms);
         value.put_u64(self.witness);
+        let proof = seal.prove(SEAL, &[target.as_bytes(), &value]);
+        value.put_slice(&proof);
         value.freeze()
     }
 
-    /// Decodes bytes from [`StoredAge::encode`]; `None` for other bytes.
-    fn decode(bytes: &[u8]) -> Option<StoredAge> {
+    /// Decodes bytes from [`StoredAge::encode`] for the same target, or with `must_be_sealed == false` of
+    /// an older version; `None` for other bytes.
+    fn decode(bytes: &[u8], (seal, target): (&Seal, Uuid), must_be_sealed: bool) -> Option<StoredAge> {
         let (format, rest) = bytes.split_first()?;
+        let rest = match *format {
+            FORMAT => {
+                let (numbers, proof) = rest.split_at_checked(24)?;
+                seal.check(SEAL, &[target.as_bytes(), &bytes[..25]], proof)?;
+                numbers
+            }
+            _ => (!must_be_sealed).then_some(rest)?,
+        };
         let number = |bytes: &[u8]| bytes.try_into().ok().map(u64::from_be_bytes);
         let (generation, rest) = rest.split_at_checked(8)?;
         let (ran_ms, rest) = rest.split_at_checked(8)?;
         let (generation, ran_ms) = (number(generation)?, number(ran_ms)?);
         let witness = match *format {
-            FORMAT => number(rest)?,
+            FORMAT | FORMAT_UNSEALED => number(rest)?,
             OLD_FORMAT => rest.is_empty().then_some(0)?,
             _ => return None,
         };
@@ -258,7 +291,7 @@ mod tests {
     proptest! {
         #[test]
         fn arbitrary_bytes_never_decode_to_a_generation_below_the_first(bytes in proptest::collection::vec(any::<u8>(), 0..20)) {
-            if let Some(stored) = StoredAge::decode(&bytes) {
+            if let Some(stored) = StoredAge::decode(&bytes, (&Seal::default(), Uuid::nil()), false) {
                 prop_assert!(stored.generation >= SessionId::FIRST_GENERATION);
             }
         }
@@ -267,8 +300,24 @@ mod tests {
     #[test]
     fn an_age_survives_encoding_and_decoding() {
         let stored = StoredAge { generation: SessionId::FIRST_GENERATION + 5, ran_ms: 7, witness: 3 };
-        assert_eq!(StoredAge::decode(&stored.encode()), Some(stored));
-        let old = [&[OLD_FORMAT], &stored.encode()[1..17]].concat();
-        assert_eq!(StoredAge::decode(&old), Some(StoredAge { witness: 0, ..stored }));
+        let (key, target) = (Seal::default(), Uuid::from_u128(1));
+        let sealed = stored.encode((&key, target));
+        let decode = |bytes: &[u8], must_be_sealed| StoredAge::decode(bytes, (&key, target), must_be_sealed);
+        assert_eq!(decode(&sealed, true), Some(stored));
+        let unsealed = [&[FORMAT_UNSEALED], &sealed[1..25]].concat();
+        assert_eq!((decode(&unsealed, false), decode(&unsealed, true)), (Some(stored), None));
+        let old = [&[OLD_FORMAT], &sealed[1..17]].concat();
+        assert_eq!(decode(&old, false), Some(StoredAge { witness: 0, ..stored }));
+        assert_eq!(StoredAge::decode(&sealed, (&key, Uuid::nil()), false), None, "of another target");
+        assert_eq!(
+            StoredAge::decode(&sealed, (&Seal::new(identity::ProofKey::new(&[1; 32]), false), target), false),
+            None
+        );
+        for at in 1..sealed.len() {
+            let mut altered = sealed.to_vec();
+            altered[at] ^= 1;
+            assert_eq!(decode(&altered, false), None, "byte {at}");
+        }
+        assert_eq!(decode(&sealed[..56], false), None, "a shorter proof");
     }
 }

@@ -59,6 +59,7 @@ impl Osd {
             return Err(refusal(e.into()));
         }
         keeper.is_uncertain.set(false);
+        shard.config.users.publish(&map.accounts);
         let known = shard.tell_each(move |shard| {
             map.tell(&shard.targets);
             *shard.map.borrow_mut() = map.clone();

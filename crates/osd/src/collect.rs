@@ -36,7 +36,6 @@ enum UploadUse {
 
 /// A head object, for a query on the shard that serves it.
 struct HeadName {
-    pool: String,
     pool_id: u32,
     namespace: String,
     object: String,
@@ -114,7 +113,6 @@ impl Shard {
         grace: Duration,
     ) -> StepResult<bool> {
         let head = HeadName {
-            pool: pool.record.name.clone(),
             pool_id: pool.record.id,
             namespace: name.namespace.to_owned(),
             object: name.object.to_owned(),
@@ -135,7 +133,7 @@ impl Shard {
     /// Returns what a head object of this shard has to do with an upload.
     async fn use_of(self: Rc<Self>, head: HeadName, upload: UploadId) -> StepResult<UploadUse> {
         // If the pool is being removed, its parts are removed with it.
-        let pool = self.pools.get(&head.pool).filter(|pool| pool.record.id == head.pool_id);
+        let pool = self.pools.get(head.pool_id);
         let Some(pool) = pool else { return Ok(UploadUse::Current) };
         let place = pool.place(&head.namespace, &head.object, None)?;
         // For an object in use, the cached record saves one query to the store per part.

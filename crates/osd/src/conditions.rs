@@ -131,6 +131,5 @@ async fn violation(
             (read.slice(*offset, len) != *wanted)
                 .then(|| format!("the bytes at offset {offset} differ from the expected bytes"))
         }
-        other => return Err(Error::BadRequest(format!("{other:?} is not supported")).into()),
     })
 }

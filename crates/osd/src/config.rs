@@ -10,6 +10,9 @@ use base::clock::WallClock;
 use base::process::OwnUsage;
 use identity::ProofKey;
 use uuid::Uuid;
+
+use crate::audit_log::AuditAt;
+use crate::directory::Directory;
 use wire::{OffloadStatus, Placement};
 
 use crate::witness::WitnessAt;
@@ -91,6 +94,14 @@ pub struct OsdConfig {
     /// The DPU's secret key, with which the osd recognises the ids of sessions that it has made. The
     /// default is valid in this process only.
     pub dpu_key: ProofKey,
+    /// Whether the operator accepts a map that the DPU has not sealed, because the DPU's key was lost.
+    pub accepts_altered_map: bool,
+    /// The users in the node's map. The osd keeps it up to date; whoever accepts connections uses it.
+    pub users: Directory,
+    /// The audit log.
+    pub audit: AuditAt,
+    /// Address of the node's control plane, which the osd tells its clients.
+    pub control: Option<String>,
 }
 
 /// Schedule of the probes that the osd sends to a failed target. Placement groups do not use the
@@ -197,6 +208,10 @@ impl Default for OsdConfig {
             forgotten: Vec::new(),
             node: None,
             dpu_key: ProofKey::default(),
+            accepts_altered_map: false,
+            users: Directory::default(),
+            audit: AuditAt::default(),
+            control: None,
         }
     }
 }

@@ -26,9 +26,13 @@
 #![forbid(unsafe_code)]
 #![cfg_attr(not(test), deny(clippy::disallowed_methods, clippy::disallowed_types))]
 
+mod account_requests;
+mod accounts;
 mod admin;
 mod age;
 mod audit;
+mod audit_log;
+mod authorize;
 mod backing;
 mod chain;
 mod change_map;
@@ -36,6 +40,7 @@ mod clients;
 mod collect;
 mod conditions;
 mod config;
+mod directory;
 mod draft;
 mod expectation;
 mod fail;
@@ -67,6 +72,7 @@ mod request;
 mod request_count;
 mod scrub;
 mod scrubs;
+mod seal;
 mod serve;
 mod server;
 mod sessions;
@@ -86,9 +92,12 @@ mod upkeep;
 mod witness;
 mod written;
 
+pub use admin::OsdAdministrator;
 pub use array::{CodingConfig, StripesAt, Thresholds};
 pub use audit::inspect_object;
+pub use audit_log::{AuditAt, AuditEvent, AuditKind, AuditSink};
 pub use config::{OffloadSource, OsdConfig, TargetRetry, UsageSource};
+pub use directory::Directory;
 pub use server::{FirstShard, FurtherShard, OsdServer, OsdStarted, ShardResources, shards};
 pub use sessions::session_id;
 pub use start_error::StartError;

@@ -40,13 +40,12 @@ const GROUPS_AT_ONCE: u32 = 16;
 pub(crate) async fn list(
     shard: &Rc<Shard>,
     request: &RequestContext,
+    pool: &ActivePool,
     list: &List,
 ) -> wire::Result<ObjectReply> {
-    let name = PoolName::from_wire(&list.pool)?;
-    let namespace = list.checked_namespace()?;
-    let pool = shard.open_pool(name.as_str())?;
+    let (name, namespace) = (PoolName::from_wire(&list.pool)?, list.checked_namespace()?);
     let filter = ListFilter::new(pool.record.ids, namespace, &list.prefix);
-    let Start { group: mut next, mut from, end } = Start::new(&pool, list)?;
+    let Start { group: mut next, mut from, end } = Start::new(pool, list)?;
     if list.group.is_some() {
         pool.index(next)?;
     }
@@ -56,7 +55,6 @@ pub(crate) async fn list(
     }
     let scanning = Arc::new(ScanOrder {
         list: list.clone(),
-        pool: name.to_string(),
         pool_id: pool.record.id,
         patience: request.patience(&shard.config),
     });
@@ -232,7 +230,6 @@ struct ScanStop {
 /// A listing that the shards of the groups carry out.
 struct ScanOrder {
     list: List,
-    pool: String,
     pool_id: u32,
     patience: Duration,
 }
@@ -246,11 +243,8 @@ impl ScanOrder {
         from: Option<ObjectId>,
         budget: ListBudget,
     ) -> StepResult<GroupScan> {
-        // The pool may have been removed meanwhile, and created again.
-        let pool = shard.open_pool(&self.pool)?;
-        if pool.record.id != self.pool_id {
-            return Err(Error::NoSuchPool(self.pool.clone()).into());
-        }
+        // The pool may have been removed meanwhile.
+        let pool = shard.open_pool(self.pool_id)?;
         let index = pool.index(number)?;
         let failure = pool.sole_targets.get(index).and_then(|sole| sole.failure());
         // If the target has failed, do not wait for it.

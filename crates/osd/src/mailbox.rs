@@ -12,7 +12,8 @@ use metrics::{Counter, counter};
 use tokio::sync::{mpsc, oneshot};
 use wire::Error;
 
-use crate::shard::Shard;
+use crate::osd::Osd;
+use crate::shard::{FIRST, Shard};
 use crate::task::spawn;
 
 /// A closure that a shard runs on its own thread.
@@ -24,6 +25,31 @@ pub(crate) struct ShardMailbox(mpsc::UnboundedReceiver<Errand>);
 /// The sending ends of the mailboxes of all shards, by the shards' numbers.
 #[derive(Clone)]
 pub(crate) struct Addresses(Vec<mpsc::UnboundedSender<Errand>>);
+
+impl Addresses {
+    /// Runs a task with the state of the whole osd, on the first shard, and returns its result. The
+    /// task continues even if the caller is cancelled.
+    ///
+    /// # Errors
+    /// If the osd ends before it has run the task.
+    pub(crate) fn on_first<T: Send + 'static, F: Future<Output = T> + 'static>(
+        &self,
+        task: impl FnOnce(Rc<Osd>) -> F + Send + 'static,
+    ) -> impl Future<Output = Result<T, ShardGone>> + Send + 'static {
+        let (done, result) = oneshot::channel();
+        let errand = move |shard: &Rc<Shard>| {
+            let Some(osd) = shard.osd() else { return };
+            let running = task(osd);
+            spawn(async move {
+                // The caller may have been cancelled; ignore the error.
+                let _ = done.send(running.await);
+            });
+        };
+        // If the shard has ended, it drops the errand, and the result's sender with it.
+        let _ = self.0[usize::from(FIRST)].send(Box::new(errand));
+        async move { result.await.map_err(|_| ShardGone) }
+    }
+}
 
 /// A shard has ended, or ends before it has run an errand.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

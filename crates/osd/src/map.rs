@@ -15,21 +15,25 @@ use store::{Op, StoreCalls, StoreError, Transaction};
 use uuid::Uuid;
 use wire::Redundancy;
 
+use crate::accounts::{self, Accounts};
 use crate::age;
 use crate::config::OsdConfig;
 use crate::ids::{self, IdLayout};
+use crate::seal::{SEAL_LEN, Seal, Sealing};
 use crate::start_error::StartError;
 use crate::target::Target;
 use crate::witness::NodeWitness;
 
 /// Maximum size of the map, in bytes. The maximum numbers of pools and targets need far less.
-const MAP_BYTES_MAX: u64 = 1 << 20;
+pub(crate) const MAP_BYTES_MAX: u64 = 1 << 20;
 /// Maximum length of the piece of the map in one omap entry, in bytes.
 const PIECE: usize = 32 << 10;
 /// Maximum number of attempts to read the map at start, if the node cannot start without slow
 /// targets.
 const ROUNDS_MAX: usize = 6;
-const FORMAT: u8 = 4;
+const FORMAT: u8 = 5;
+/// Format of maps without accounts and without seal.
+const FORMAT_NO_ACCOUNTS: u8 = 4;
 /// Format of maps from before pools had a layout of ids.
 const FORMAT_HASHED_IDS: u8 = 3;
 /// Format of maps without slots.
@@ -40,6 +44,17 @@ const FORMAT_NO_SLOTS: u8 = 2;
 pub(crate) const MISSING_STEP: u64 = 1 << 32;
 /// Format of maps from before redundancy schemes existed.
 const FORMAT_SINGLE: u8 = 1;
+/// Label of the proof by which the DPU recognises its maps.
+const SEAL: &str = "outboard node map";
+
+/// Why a copy of the map cannot be used.
+#[derive(Debug, PartialEq, Eq)]
+enum MapError {
+    /// The copy cannot be decoded.
+    Damaged(String),
+    /// The DPU has not written the copy.
+    Altered,
+}
 
 /// The node's map: its targets and pools.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -51,6 +66,8 @@ pub(crate) struct NodeMap {
     pub(crate) targets: Vec<TargetRecord>,
     pub(crate) next_pool_id: u32,
     pub(crate) pools: Vec<PoolRecord>,
+    /// The tenants and their users.
+    pub(crate) accounts: Accounts,
 }
 
 /// A target in the map.
@@ -84,6 +101,58 @@ pub(crate) struct PoolRecord {
     pub(crate) redundancy: Redundancy,
     /// Layout of the ids of the pool's objects. It never changes.
     pub(crate) ids: IdLayout,
+    /// Number of the tenant that the pool belongs to.
+    pub(crate) tenant: u32,
+}
+
+/// The map in [`FORMAT_NO_ACCOUNTS`].
+#[derive(Deserialize)]
+struct MapWithoutAccounts {
+    epoch: u64,
+    node: Uuid,
+    targets: Vec<TargetRecord>,
+    next_pool_id: u32,
+    pools: Vec<PoolWithoutTenant>,
+}
+
+/// A pool of versions without tenants.
+#[derive(Deserialize)]
+struct PoolWithoutTenant {
+    id: u32,
+    name: String,
+    pg_count: u32,
+    made_ms: u64,
+    removing: bool,
+    redundancy: Redundancy,
+    ids: IdLayout,
+}
+
+impl From<PoolWithoutTenant> for PoolRecord {
+    fn from(old: PoolWithoutTenant) -> PoolRecord {
+        PoolRecord {
+            id: old.id,
+            name: old.name,
+            pg_count: old.pg_count,
+            made_ms: old.made_ms,
+            removing: old.removing,
+            redundancy: old.redundancy,
+            ids: old.ids,
+            tenant: accounts::MAIN,
+        }
+    }
+}
+
+impl From<MapWithoutAccounts> for NodeMap {
+    fn from(old: MapWithoutAccounts) -> NodeMap {
+        NodeMap {
+            epoch: old.epoch,
+            node: old.node,
+            targets: old.targets,
+            next_pool_id: old.next_pool_id,
+            pools: old.pools.into_iter().map(PoolRecord::from).collect(),
+            accounts: Accounts::new(0),
+        }
+    }
 }
 
 /// The map in [`FORMAT_HASHED_IDS`].
@@ -117,6 +186,7 @@ impl From<HashedPool> for PoolRecord {
             removing: old.removing,
             redundancy: old.redundancy,
             ids: IdLayout::Hashed,
+            tenant: accounts::MAIN,
         }
     }
 }
@@ -129,6 +199,7 @@ impl From<HashedMap> for NodeMap {
             targets: old.targets,
             next_pool_id: old.next_pool_id,
             pools: old.pools.into_iter().map(PoolRecord::from).collect(),
+            accounts: Accounts::new(0),
         }
     }
 }
@@ -160,6 +231,7 @@ impl From<SlotlessMap> for NodeMap {
             targets: old.targets.into_iter().map(target).collect(),
             next_pool_id: old.next_pool_id,
             pools: old.pools.into_iter().map(PoolRecord::from).collect(),
+            accounts: Accounts::new(0),
         }
     }
 }
@@ -193,6 +265,7 @@ impl From<SingleMap> for NodeMap {
             removing: p.removing,
             redundancy: Redundancy::Single,
             ids: IdLayout::Hashed,
+            tenant: accounts::MAIN,
         };
         NodeMap {
             epoch: old.epoch,
@@ -200,6 +273,7 @@ impl From<SingleMap> for NodeMap {
             targets: old.targets.into_iter().map(TargetRecord::new).collect(),
             next_pool_id: old.next_pool_id,
             pools: old.pools.into_iter().map(pool).collect(),
+            accounts: Accounts::new(0),
         }
     }
 }
@@ -219,7 +293,8 @@ impl NodeMap {
     /// The map of a new node with these targets.
     fn new(targets: Vec<Uuid>) -> NodeMap {
         let targets = targets.into_iter().map(TargetRecord::new).collect();
-        NodeMap { epoch: 1, node: base::entropy::uuid(), targets, next_pool_id: 1, pools: vec![] }
+        let (node, accounts) = (base::entropy::uuid(), Accounts::new(0));
+        NodeMap { epoch: 1, node, targets, next_pool_id: 1, pools: vec![], accounts }
     }
 
     /// Finds the map on the targets. Creates it if all targets are new, and updates outdated
@@ -259,19 +334,22 @@ impl NodeMap {
         if targets.is_empty() {
             return Err(StartError::NoTargets);
         }
-        let MapCopies { copies, mut unreadable } = read_copies(targets, patience).await?;
+        let MapCopies { copies, mut unreadable, unsealed } = read_copies(targets, witness, patience).await?;
         let mut map = match (newest(&copies), config.node) {
             (Some(map), _) => map.clone(),
             (None, _) if !unreadable.is_empty() => return Err(unreadable.remove(0).1),
             (None, Some(node)) => return Err(StartError::NoMap { node }),
             (None, None) => NodeMap::new(uuids),
         };
+        if map.epoch == 0 {
+            return Err(StartError::AlteredMap { target: targets[0].uuid });
+        }
         if let Some(node) = config.node.filter(|node| *node != map.node) {
             return Err(StartError::OtherNode { node, found: map.node });
         }
         let accepts_losses = map.accept_losses(forgotten);
         map.check_targets(targets, &copies)?;
-        let counter = age::witness_counter(targets, patience).await;
+        let counter = age::witness_counter(targets, witness, patience).await;
         witness.check(map.node, counter.unwrap_or(0));
         let saved_epoch = witness.map_epoch(map.node);
         let newer = saved_epoch.filter(|epoch| *epoch > map.epoch);
@@ -298,7 +376,7 @@ impl NodeMap {
             witness.expect_age(target.uuid);
         }
         map.tell(targets);
-        map.bring_up_to_date(targets, &copies, is_newest, patience).await?;
+        map.bring_up_to_date(targets, (&copies, &unsealed), is_newest, (witness, patience)).await?;
         witness.retain_pools(|id| map.pools.iter().any(|pool| pool.id == id));
         witness.retain_targets(|uuid| map.record(&uuid).is_some());
         forgotten.iter().for_each(|uuid| witness.forget_age(*uuid));
@@ -342,17 +420,18 @@ impl NodeMap {
     async fn bring_up_to_date(
         &self,
         targets: &[Rc<Target>],
-        copies: &[Option<NodeMap>],
+        (copies, unsealed): (&[Option<NodeMap>], &[Uuid]),
         is_newest: bool,
-        patience: Duration,
+        (witness, patience): (&NodeWitness, Duration),
     ) -> Result<(), StartError> {
         let known = targets.iter().zip(copies).filter(|(target, _)| self.has(target));
         let working = known.filter(|(target, _)| target.failure().is_none());
-        let (there, behind): (Vec<_>, Vec<_>) = working.partition(|(_, copy)| copy.as_ref() == Some(self));
+        let (there, behind): (Vec<_>, Vec<_>) = working
+            .partition(|(target, copy)| copy.as_ref() == Some(self) && !unsealed.contains(&target.uuid));
         let writes = behind.into_iter().map(|(target, _)| async move {
             tracing::info!(target_uuid = %target.uuid, epoch = self.epoch, "writing the node's map to a target that lacks it");
             let incarnation = target.store.incarnation();
-            (target, incarnation, tokio::time::timeout(patience, write_copy(target, self)).await)
+            (target, incarnation, tokio::time::timeout(patience, write_copy(target, self, witness.seal())).await)
         });
         let written = join_all(writes).await;
         let there =
@@ -497,7 +576,8 @@ impl NodeMap {
         let there = listed().filter(|target| target.failure().is_none());
         let copies = there.map(|target| async move {
             let incarnation = target.store.incarnation();
-            let Ok(written) = tokio::time::timeout(patience, write_copy(target, self)).await else {
+            let Ok(written) = tokio::time::timeout(patience, write_copy(target, self, witness.seal())).await
+            else {
                 // Placement groups that cannot work without the target wait for the target; saving
                 // the map does not wait.
                 target.overdue(&ids::node_collection(), patience);
@@ -540,36 +620,56 @@ impl NodeMap {
 
     /// Writes the map to a target that had no space for it earlier. Returns whether the target has
     /// the map now.
-    pub(crate) async fn give(&self, target: &Target, patience: Duration) -> bool {
-        matches!(tokio::time::timeout(patience, write_copy(target, self)).await, Ok(Ok(())))
+    pub(crate) async fn give(&self, target: &Target, witness: &NodeWitness, patience: Duration) -> bool {
+        matches!(tokio::time::timeout(patience, write_copy(target, self, witness.seal())).await, Ok(Ok(())))
     }
 
-    fn encode(&self) -> Bytes {
-        // Encoding plain data into a growing vector cannot fail.
-        postcard::to_extend(self, vec![FORMAT]).expect("plain data can be encoded").into()
+    /// Encodes the map: the format, the seal, and the content.
+    fn encode(&self, seal: &Seal) -> Bytes {
+        // Encoding plain data cannot fail.
+        let content = postcard::to_allocvec(self).expect("plain data can be encoded");
+        let proof = seal.prove(SEAL, &[&content]);
+        [&[FORMAT][..], &proof, &content].concat().into()
     }
 
-    /// Decodes a map of this version or of an older one.
+    /// Returns the size of the encoded map, in bytes.
+    pub(crate) fn encoded_len(&self) -> usize {
+        let content = postcard::to_allocvec(self).expect("plain data can be encoded");
+        1 + SEAL_LEN + content.len()
+    }
+
+    /// Decodes a map of this version or of an older one, which has no seal.
     ///
     /// # Errors
     /// A description of what is wrong.
-    fn decode(bytes: &[u8]) -> Result<NodeMap, String> {
-        let text = |e: postcard::Error| e.to_string();
-        match bytes.split_first() {
-            Some((&FORMAT, rest)) => postcard::from_bytes(rest).map_err(text),
-            Some((&FORMAT_HASHED_IDS, rest)) => {
-                postcard::from_bytes::<HashedMap>(rest).map(NodeMap::from).map_err(text)
+    fn decode(bytes: &[u8], seal: &Seal) -> Result<(NodeMap, Sealing), MapError> {
+        let text = |e: postcard::Error| MapError::Damaged(e.to_string());
+        let (format, rest) =
+            bytes.split_first().ok_or_else(|| MapError::Damaged("the copy is empty".into()))?;
+        let map = match *format {
+            FORMAT => {
+                let (proof, content) = rest.split_at_checked(SEAL_LEN).ok_or(MapError::Altered)?;
+                let sealing = seal.check(SEAL, &[content], proof).ok_or(MapError::Altered)?;
+                return postcard::from_bytes(content).map(|map| (map, sealing)).map_err(text);
             }
-            Some((&FORMAT_NO_SLOTS, rest)) => {
-                postcard::from_bytes::<SlotlessMap>(rest).map(NodeMap::from).map_err(text)
+            FORMAT_NO_ACCOUNTS => postcard::from_bytes::<MapWithoutAccounts>(rest).map(NodeMap::from),
+            FORMAT_HASHED_IDS => postcard::from_bytes::<HashedMap>(rest).map(NodeMap::from),
+            FORMAT_NO_SLOTS => postcard::from_bytes::<SlotlessMap>(rest).map(NodeMap::from),
+            FORMAT_SINGLE => postcard::from_bytes::<SingleMap>(rest).map(NodeMap::from),
+            other => {
+                return Err(MapError::Damaged(format!(
+                    "its format {other} is unknown; use the version of Outboard that wrote it, or a later one"
+                )));
             }
-            Some((&FORMAT_SINGLE, rest)) => {
-                postcard::from_bytes::<SingleMap>(rest).map(NodeMap::from).map_err(text)
-            }
-            Some((format, _)) => Err(format!(
-                "its format {format} is unknown; use the version of Outboard that wrote it, or a later one"
-            )),
-            None => Err("the copy is empty".into()),
+        };
+        map.map(|map| (map, Sealing::Missing)).map_err(text)
+    }
+
+    /// Returns a pool's name for operators: `POOL`, or `TENANT/POOL` if the tenant is not `main`.
+    pub(crate) fn label(&self, pool: &PoolRecord) -> String {
+        match pool.tenant {
+            accounts::MAIN => pool.name.clone(),
+            tenant => format!("{}/{}", self.accounts.tenant_name(tenant), pool.name),
         }
     }
 
@@ -585,7 +685,7 @@ fn late(patience: Duration) -> StoreError {
     StoreError::Io(format!("no answer within {patience:?}"))
 }
 
-async fn read_copy(target: &Target) -> Result<Option<NodeMap>, StartError> {
+async fn read_copy(target: &Target, witness: &NodeWitness) -> Result<Option<(NodeMap, Sealing)>, StartError> {
     let (cid, oid) = (ids::node_collection(), ids::map_object());
     target.backing.settle(&cid).await.map_err(|e| start_error(target, e))?;
     let corrupt = |detail: String| StartError::CorruptMap { target: target.uuid, detail };
@@ -600,7 +700,10 @@ async fn read_copy(target: &Target) -> Result<Option<NodeMap>, StartError> {
         read.verify().map_err(|e| corrupt(e.to_string()))?;
         bytes = read.contiguous().to_vec();
     }
-    NodeMap::decode(&bytes).map(Some).map_err(corrupt)
+    NodeMap::decode(&bytes, witness.seal()).map(Some).map_err(|e| match e {
+        MapError::Damaged(detail) => corrupt(detail),
+        MapError::Altered => StartError::AlteredMap { target: target.uuid },
+    })
 }
 
 /// Reads the bytes of a target's copy of the map; empty if the omap does not contain a copy.
@@ -620,14 +723,14 @@ async fn read_pieces(target: &Target) -> store::Result<Vec<u8>> {
     }
 }
 
-async fn write_copy(target: &Target, map: &NodeMap) -> Result<(), StoreError> {
+async fn write_copy(target: &Target, map: &NodeMap, seal: &Seal) -> Result<(), StoreError> {
     let (cid, oid) = (ids::node_collection(), ids::map_object());
     let known = target.store.collections().await?.contains(&cid);
     let mut transaction = Transaction::new(cid).from_reserve();
     if !known {
         transaction.ops.push(Op::CreateCollection);
     }
-    let bytes = map.encode();
+    let bytes = map.encode(seal);
     let pieces = (0..bytes.len()).step_by(PIECE);
     let piece = |at: usize| bytes.slice(at..bytes.len().min(at + PIECE));
     let key = |at: usize| Bytes::copy_from_slice(&(at as u32).to_be_bytes());
@@ -653,7 +756,7 @@ fn is_final(e: &StoreError) -> bool {
 fn is_final_for(e: &StartError) -> bool {
     match e {
         StartError::Target { source, .. } => is_final(source),
-        StartError::CorruptMap { .. } => true,
+        StartError::CorruptMap { .. } | StartError::AlteredMap { .. } => true,
         _ => false,
     }
 }
@@ -664,14 +767,20 @@ struct MapCopies {
     copies: Vec<Option<NodeMap>>,
     /// The targets whose maps cannot be read, and why.
     unreadable: Vec<(Uuid, StartError)>,
+    /// The targets whose copies have no seal of the DPU.
+    unsealed: Vec<Uuid>,
 }
 
 /// Reads the copies of the map on the targets. Waits at most `patience` for each target.
-async fn read_copies(targets: &[Rc<Target>], patience: Duration) -> Result<MapCopies, StartError> {
+async fn read_copies(
+    targets: &[Rc<Target>],
+    witness: &NodeWitness,
+    patience: Duration,
+) -> Result<MapCopies, StartError> {
     let mut copies = Vec::new();
-    let mut unreadable = Vec::new();
+    let (mut unreadable, mut unsealed) = (Vec::new(), Vec::new());
     let incarnations: Vec<u64> = targets.iter().map(|target| target.store.incarnation()).collect();
-    let reading = targets.iter().map(|target| tokio::time::timeout(patience, read_copy(target)));
+    let reading = targets.iter().map(|target| tokio::time::timeout(patience, read_copy(target, witness)));
     let read = targets.iter().zip(incarnations).zip(join_all(reading).await);
     for ((target, incarnation), copy) in read {
         let copy = match copy {
@@ -692,11 +801,20 @@ async fn read_copies(targets: &[Rc<Target>], patience: Duration) -> Result<MapCo
                 unreadable.push((target.uuid, e));
                 None
             }
-            Ok(copy) => copy?,
+            Ok(copy) => copy?.map(|(mut map, sealing)| {
+                if sealing != Sealing::Own {
+                    unsealed.push(target.uuid);
+                }
+                if sealing == Sealing::Missing && witness.has_sealed_map(map.node) {
+                    // The node has had a sealed map since, so this one is older, whatever it says.
+                    map.epoch = 0;
+                }
+                map
+            }),
         };
         copies.push(copy);
     }
-    Ok(MapCopies { copies, unreadable })
+    Ok(MapCopies { copies, unreadable, unsealed })
 }
 
 /// Returns the valid map. If two maps have the same epoch, this is the map with more copies: the other
@@ -712,35 +830,60 @@ fn start_error(target: &Target, e: StoreError) -> StartError {
 
 #[cfg(test)]
 mod tests {
+    use identity::ProofKey;
+
     use super::*;
 
     #[test]
     fn maps_of_older_versions_can_be_read() {
         let (node, uuid) = (Uuid::from_u128(7), Uuid::from_u128(1));
+        let seal = Seal::default();
         let redundancy: Redundancy = "mirror:2".parse().unwrap();
         let name = "p".to_owned();
         let ids = IdLayout::ByName;
-        let pool = PoolRecord { id: 1, name, pg_count: 8, made_ms: 9, removing: false, redundancy, ids };
+        let pool =
+            PoolRecord { id: 1, name, pg_count: 8, made_ms: 9, removing: false, redundancy, ids, tenant: 0 };
         let targets = vec![TargetRecord { out: true, ..TargetRecord::new(uuid) }];
-        let mut map = NodeMap { epoch: 3, node, targets, next_pool_id: 2, pools: vec![pool] };
-        assert_eq!(NodeMap::decode(&map.encode()), Ok(map.clone()));
+        let mut map = NodeMap {
+            epoch: 3,
+            node,
+            targets,
+            next_pool_id: 2,
+            pools: vec![pool],
+            accounts: Accounts::new(0),
+        };
+        assert_eq!(NodeMap::decode(&map.encode(&seal), &seal), Ok((map.clone(), Sealing::Own)));
         map.pools[0].ids = IdLayout::Hashed;
-        assert_eq!(NodeMap::decode(&map.encode()), Ok(map.clone()));
+        assert_eq!(NodeMap::decode(&map.encode(&seal), &seal), Ok((map.clone(), Sealing::Own)));
         let pools = vec![(1u32, "p", 8u32, 9u64, false, redundancy)];
         let target = (uuid, uuid, true, false, false, false);
         let hashed = (3u64, node, vec![target], 2u32, pools.clone());
         let hashed = postcard::to_extend(&hashed, vec![FORMAT_HASHED_IDS]).unwrap();
-        assert_eq!(NodeMap::decode(&hashed), Ok(map.clone()));
+        assert_eq!(NodeMap::decode(&hashed, &seal), Ok((map.clone(), Sealing::Missing)));
+        let pool = (1u32, "p", 8u32, 9u64, false, redundancy, IdLayout::Hashed);
+        let unsealed = (3u64, node, vec![target], 2u32, vec![pool]);
+        let unsealed = postcard::to_extend(&unsealed, vec![FORMAT_NO_ACCOUNTS]).unwrap();
+        assert_eq!(NodeMap::decode(&unsealed, &seal), Ok((map.clone(), Sealing::Missing)));
         let slotless = (3u64, node, vec![(uuid, true, false)], 2u32, pools);
         let slotless = postcard::to_extend(&slotless, vec![FORMAT_NO_SLOTS]).unwrap();
-        assert_eq!(NodeMap::decode(&slotless), Ok(map.clone()));
+        assert_eq!(NodeMap::decode(&slotless, &seal), Ok((map.clone(), Sealing::Missing)));
         let single = (3u64, node, vec![uuid], 2u32, vec![(1u32, "p", 8u32, 9u64, false)]);
         let single = postcard::to_extend(&single, vec![FORMAT_SINGLE]).unwrap();
-        let single = NodeMap::decode(&single).unwrap();
+        let single = NodeMap::decode(&single, &seal).unwrap().0;
         assert_eq!(single.targets, [TargetRecord::new(uuid)]);
         assert_eq!(single.pools[0].redundancy, Redundancy::Single);
         assert_eq!(single.pools[0].ids, IdLayout::Hashed);
-        assert!(NodeMap::decode(&[9, 1]).unwrap_err().contains("format 9"));
+        let unknown = NodeMap::decode(&[9, 1], &seal);
+        assert!(matches!(unknown, Err(MapError::Damaged(why)) if why.contains("format 9")));
+        let sealed = map.encode(&seal);
+        let other = |accepts| Seal::new(ProofKey::new(&[1; 32]), accepts);
+        assert_eq!(NodeMap::decode(&sealed, &other(false)), Err(MapError::Altered));
+        assert_eq!(NodeMap::decode(&sealed, &other(true)), Ok((map.clone(), Sealing::Accepted)));
+        for at in 1..sealed.len() {
+            let mut altered = sealed.to_vec();
+            altered[at] ^= 1;
+            assert_eq!(NodeMap::decode(&altered, &seal), Err(MapError::Altered), "byte {at}");
+        }
     }
 
     #[test]

@@ -8,15 +8,17 @@ use array::Pace;
 use base::budget::PeerAddress;
 use identity::KeyHash;
 use tokio::sync::Semaphore;
-use wire::SessionId;
+use wire::{SessionId, SessionInfo};
 
 use crate::age::Age;
+use crate::audit_log::{AuditEvent, AuditKind};
 use crate::change_map::MapKeeper;
 use crate::clients::{ConnectionId, SessionAttachment};
 use crate::config::OsdConfig;
 use crate::mailbox::ShardGone;
 use crate::map::{MISSING_STEP, NodeMap, PoolRecord};
-use crate::sessions::{AttachmentNumber, OpenedSession, SessionSlots, Shortages};
+use crate::seal::Seal;
+use crate::sessions::{AboutSession, AttachmentNumber, OpenedSession, SessionSlots, Shortages};
 use crate::shard::{NodeBasis, Shard};
 use crate::start_error::StartError;
 use crate::target::Target;
@@ -41,12 +43,16 @@ pub(crate) struct OpeningConnection {
     pub(crate) peer: PeerAddress,
     /// The key that the client has proved.
     pub(crate) owner: KeyHash,
+    pub(crate) about: AboutSession,
     pub(crate) room: Arc<Semaphore>,
 }
 
 /// Opens the node on these targets. Creates a new node if all targets are new.
 pub(crate) async fn open_node(config: &OsdConfig, targets: &[Rc<Target>]) -> Result<NodeBasis, StartError> {
-    let witness = NodeWitness::load(config.witness.clone())?;
+    let witness = NodeWitness::load(
+        config.witness.clone(),
+        Seal::new(config.dpu_key.clone(), config.accepts_altered_map),
+    )?;
     let map = NodeMap::open(targets, config, &witness).await?;
     let listed: Vec<Rc<Target>> = targets.iter().filter(|target| map.has(target)).cloned().collect();
     let age = Age::begin(&listed, &witness, config.target_timeout).await?;
@@ -61,6 +67,7 @@ impl Osd {
     pub(crate) fn new(shard: Rc<Shard>) -> Rc<Osd> {
         let is_missing = |target: &Rc<Target>| target.failure().is_some();
         let epoch_step = if shard.targets.iter().any(is_missing) { MISSING_STEP } else { 0 };
+        shard.config.users.publish(&shard.map.borrow().accounts);
         let slots =
             SessionSlots::new(shard.config.sessions, shard.age.generation(), shard.config.dpu_key.clone());
         let osd = Rc::new(Osd {
@@ -81,9 +88,21 @@ impl Osd {
         presented: Option<SessionId>,
         connection: OpeningConnection,
     ) -> wire::Result<SessionId> {
-        let OpeningConnection { shard: on, id: connection, peer, owner, room } = connection;
+        let OpeningConnection { shard: on, id: connection, peer, owner, about, room } = connection;
         let OpenedSession { id, attachment: number, evicted } =
             self.slots.borrow_mut().open(presented, on, (peer, &owner))?;
+        if presented.is_none() {
+            self.shard.config.audit.record(|| AuditEvent {
+                at_ms: about.opened_ms,
+                event: AuditKind::SessionOpened,
+                user: Some(about.user.clone()),
+                key: owner,
+                peer: Some(about.peer.clone()),
+                what: id.to_string(),
+                why: None,
+            });
+        }
+        self.slots.borrow_mut().describe(id, about);
         // Each shard receives these errands in the order in which the slots have changed.
         let known = self.shard.tell_each(move |shard| {
             if let Some(evicted) = evicted {
@@ -98,6 +117,40 @@ impl Osd {
         });
         known.await?;
         Ok(id)
+    }
+
+    /// Returns the sessions of a tenant; with `None`, of all tenants.
+    pub(crate) fn list_sessions(&self, tenant: Option<u32>) -> Vec<SessionInfo> {
+        let slots = self.slots.borrow();
+        let listed =
+            slots.list().into_iter().filter(|(_, about, _)| tenant.is_none_or(|id| about.tenant == id));
+        let info = |(id, about, connections): (SessionId, &AboutSession, usize)| SessionInfo {
+            id,
+            user: about.user.clone(),
+            peer: about.peer.clone(),
+            opened_ms: about.opened_ms,
+            connections: u32::try_from(connections).unwrap_or(u32::MAX),
+        };
+        listed.map(info).collect()
+    }
+
+    /// Ends a session: its connections close, and it cannot be resumed. When this returns, no shard begins
+    /// a request of the session any more.
+    ///
+    /// # Errors
+    /// [`Error::CommandRefused`](wire::Error::CommandRefused) if there is no such session of this tenant;
+    /// with `None`, of any tenant.
+    pub(crate) async fn kill_session(&self, id: SessionId, tenant: Option<u32>) -> wire::Result<()> {
+        let is_seen = self.list_sessions(tenant).iter().any(|session| session.id == id);
+        if !is_seen || !self.slots.borrow_mut().kill(id) {
+            let why = format!("there is no session {id}; see `outboard session ls`");
+            return Err(wire::Error::CommandRefused(why));
+        }
+        let told = self.shard.tell_each(move |shard| {
+            shard.presence.forget(id);
+            shard.evict(id);
+        });
+        Ok(told.await?)
     }
 
     /// Records that an attachment of a session has ended.

@@ -8,7 +8,7 @@ use crate::fail::StepResult;
 use crate::gather::Gathered;
 use crate::mutate::Change;
 use crate::patience::info_of;
-use crate::pool::ObjectLocation;
+use crate::pool::{ActivePool, ObjectLocation};
 use crate::shard::Shard;
 use crate::task::spawn;
 
@@ -18,24 +18,35 @@ const PARTS_AT_A_TIME: u64 = 1024;
 impl Shard {
     /// Checks that all parts of a new manifest exist and have the right size. If the client was
     /// disconnected for a long time, the collector may have removed its parts.
-    pub(crate) async fn check_parts(self: &Rc<Self>, name: &ObjectName, ops: &[Mutation]) -> StepResult<()> {
+    pub(crate) async fn check_parts(
+        self: &Rc<Self>,
+        pool: u32,
+        name: &ObjectName,
+        ops: &[Mutation],
+    ) -> StepResult<()> {
         for op in ops {
             let Mutation::SetManifest(manifest) = *op else { continue };
             let name = name.clone();
-            let checked = self.each(move |shard| shard.check_own_parts(name, manifest)).await;
+            let checked = self.each(move |shard| shard.check_own_parts(pool, name, manifest)).await;
             checked.map_err(Error::from)?.into_iter().collect::<StepResult<()>>()?;
         }
         Ok(())
     }
 
     /// Checks the parts of a new manifest that this shard serves.
-    async fn check_own_parts(self: Rc<Self>, name: ObjectName, manifest: Manifest) -> StepResult<()> {
+    async fn check_own_parts(
+        self: Rc<Self>,
+        pool: u32,
+        name: ObjectName,
+        manifest: Manifest,
+    ) -> StepResult<()> {
         let Manifest { upload, part_size, size } = manifest;
-        if !self.has_groups(&name)? {
+        let pool = self.open_pool(pool)?;
+        if pool.pgs.is_empty() {
             return Ok(());
         }
         for (index, start) in (0..).zip((0..size).step_by(part_size as usize)) {
-            let place = self.own_part(&name, PartId { upload, index })?;
+            let place = own_part(&pool, &name, PartId { upload, index })?;
             let Some(place) = place else {
                 give_way(u64::from(index)).await;
                 continue;
@@ -51,39 +62,24 @@ impl Shard {
         Ok(())
     }
 
-    /// Returns whether the shard serves groups of the object's pool.
-    fn has_groups(&self, name: &ObjectName) -> wire::Result<bool> {
-        Ok(!self.open_pool(name.pool())?.pgs.is_empty())
-    }
-
-    /// Returns the location of a part; `None` if another shard serves it.
-    fn own_part(&self, name: &ObjectName, part: PartId) -> wire::Result<Option<ObjectLocation>> {
-        match self.place(name, Some(&part)) {
-            Ok(place) => Ok(Some(place)),
-            Err(Error::WrongShard { .. }) => Ok(None),
-            Err(e) => Err(e),
-        }
-    }
-
     /// Removes the parts of a manifest in the background. No head object may refer to this manifest
     /// any more. If a part cannot be removed, the collector removes it later.
-    pub(crate) fn drop_parts(self: &Rc<Self>, name: ObjectName, manifest: Manifest) {
+    pub(crate) fn drop_parts(self: &Rc<Self>, pool: u32, name: ObjectName, manifest: Manifest) {
         let told = self.tell_each(move |shard| {
-            drop(spawn(Rc::clone(shard).drop_own_parts(name.clone(), manifest)));
+            drop(spawn(Rc::clone(shard).drop_own_parts(pool, name.clone(), manifest)));
         });
         drop(told);
     }
 
     /// Removes the parts of a manifest that this shard serves.
-    async fn drop_own_parts(self: Rc<Self>, name: ObjectName, manifest: Manifest) {
-        if !self.has_groups(&name).unwrap_or(false) {
-            return;
-        }
-        for part in 0..manifest.parts() {
-            let Ok(index) = u32::try_from(part) else { return };
-            let Ok(place) = self.own_part(&name, PartId { upload: manifest.upload, index }) else { return };
+    async fn drop_own_parts(self: Rc<Self>, pool: u32, name: ObjectName, manifest: Manifest) {
+        let Some(pool) = self.open_pool(pool).ok().filter(|pool| !pool.pgs.is_empty()) else { return };
+        for number in 0..manifest.parts() {
+            let Ok(index) = u32::try_from(number) else { return };
+            let part = PartId { upload: manifest.upload, index };
+            let Ok(place) = own_part(&pool, &name, part) else { return };
             let Some(place) = place else {
-                give_way(part).await;
+                give_way(number).await;
                 continue;
             };
             if let Err(e) = self.remove_object(&place, &name.to_string()).await {
@@ -105,6 +101,15 @@ impl Shard {
             Ok(_) | Err(Error::NoSuchObject(_)) => Ok(()),
             Err(e) => Err(e),
         }
+    }
+}
+
+/// Returns the location of a part; `None` if another shard serves it.
+fn own_part(pool: &ActivePool, name: &ObjectName, part: PartId) -> wire::Result<Option<ObjectLocation>> {
+    match pool.place(name.namespace(), name.object(), Some(&part)) {
+        Ok(place) => Ok(Some(place)),
+        Err(Error::WrongShard { .. }) => Ok(None),
+        Err(e) => Err(e),
     }
 }
 

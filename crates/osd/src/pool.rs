@@ -15,6 +15,8 @@ use crate::target::Target;
 /// A shard's share of a pool in use. The lists contain the shard's own groups, in ascending order.
 pub(crate) struct ActivePool {
     pub(crate) record: PoolRecord,
+    /// The pool's name for operators: `POOL`, or `TENANT/POOL` if the tenant is not `main`.
+    pub(crate) label: String,
     pub(crate) share: GroupShare,
     pub(crate) pgs: Vec<Rc<Pg>>,
     /// Array groups behind the placement groups of a pool with redundancy; empty without

@@ -23,22 +23,20 @@ use crate::task::spawn;
 const REMOVE_BATCH: usize = 64;
 
 impl Osd {
-    /// Returns the pools, ordered by name.
-    pub(crate) fn list_pools(&self) -> Vec<PoolInfo> {
-        let info = |pool: Rc<ActivePool>| PoolInfo {
-            id: pool.record.id,
-            name: pool.record.name.clone(),
-            pg_count: pool.record.pg_count,
-            redundancy: pool.record.redundancy,
-            made_ms: pool.record.made_ms,
+    /// Returns the pools for which `name` returns a name, ordered by tenant and name.
+    pub(crate) fn list_pools(&self, name: impl Fn(&ActivePool) -> Option<String>) -> Vec<PoolInfo> {
+        let info = |pool: Rc<ActivePool>| {
+            let name = name(&pool)?;
+            let PoolRecord { id, pg_count, redundancy, made_ms, .. } = pool.record;
+            Some(PoolInfo { id, name, pg_count, redundancy, made_ms })
         };
-        self.shard.pools.all_open().into_iter().map(info).collect()
+        self.shard.pools.all_open().into_iter().filter_map(info).collect()
     }
 
     /// Creates a pool. The pool exists once the map with the pool is durable.
     pub(crate) async fn create_pool(
         &self,
-        name: &[u8],
+        (tenant, name): (u32, &[u8]),
         pg_count: u32,
         redundancy: Redundancy,
     ) -> wire::Result<()> {
@@ -47,7 +45,7 @@ impl Osd {
         let pg_count = placement::pg_count(pg_count)?;
         let _one_at_a_time = self.map_keeper.changing.lock().await;
         let mut map = self.shard.map.borrow().clone();
-        if self.shard.pools.get(&name).is_some() {
+        if self.shard.pools.named(tenant, &name).is_some() {
             return Err(Error::PoolExists(name));
         }
         if map.pools.len() >= MAX_POOLS {
@@ -57,13 +55,13 @@ impl Osd {
         let (id, made_ms) = (map.next_pool_id, self.shard.config.clock.now_ms());
         let ids = IdLayout::ByName;
         let removing = false;
-        let record = PoolRecord { id, name: name.clone(), pg_count, made_ms, removing, redundancy, ids };
+        let record = PoolRecord { id, name, pg_count, made_ms, removing, redundancy, ids, tenant };
         map.next_pool_id += 1;
         map.pools.push(record.clone());
         let created = self.create_on_all_shards(record, map).await;
         let exists = created.is_ok();
         let known = self.shard.tell_each(move |shard| {
-            let pool = shard.prepared.remove(&name).filter(|_| exists);
+            let pool = shard.prepared.remove(id).filter(|_| exists);
             pool.into_iter().for_each(|pool| shard.pools.add(pool));
         });
         known.await?;
@@ -80,17 +78,16 @@ impl Osd {
 
     /// Closes a pool and marks it in the map as being removed. A background task then removes the
     /// pool's objects, and finally the pool's record in the map.
-    pub(crate) async fn remove_pool(self: &Rc<Osd>, name: &[u8], force: bool) -> wire::Result<()> {
-        let name = PoolName::from_wire(name)?.to_string();
+    pub(crate) async fn remove_pool(self: &Rc<Osd>, id: u32, force: bool) -> wire::Result<()> {
         let _one_at_a_time = self.map_keeper.changing.lock().await;
-        let record = self.shard.open_pool(&name)?.record.clone();
-        self.set_closed(&name, true).await?;
+        let record = self.shard.open_pool(id)?.record.clone();
+        self.set_closed(id, true).await?;
         if let Err(e) = self.try_remove(&record, force).await {
-            self.set_closed(&name, false).await?;
+            self.set_closed(id, false).await?;
             return Err(e);
         }
         let removed = self.shard.tell_each(move |shard| {
-            let pool = shard.pools.remove(&name).expect("all shards have the same pools");
+            let pool = shard.pools.remove(id).expect("all shards have the same pools");
             shard.removing.borrow_mut().insert(pool.record.id, pool);
         });
         removed.await?;
@@ -98,10 +95,9 @@ impl Osd {
         Ok(())
     }
 
-    async fn set_closed(&self, name: &str, closed: bool) -> Result<(), ShardGone> {
-        let name = name.to_owned();
+    async fn set_closed(&self, id: u32, closed: bool) -> Result<(), ShardGone> {
         let told = self.shard.tell_each(move |shard| {
-            let pool = shard.pools.get(&name).expect("all shards have the same pools");
+            let pool = shard.pools.get(id).expect("all shards have the same pools");
             pool.closed.set(closed);
         });
         told.await
@@ -109,14 +105,15 @@ impl Osd {
 
     async fn try_remove(&self, record: &PoolRecord, force: bool) -> wire::Result<()> {
         if !force {
-            let name = record.name.clone();
-            let found = self.shard.each(move |shard| shard.share_has_objects(name)).await?;
+            let id = record.id;
+            let found = self.shard.each(move |shard| shard.share_has_objects(id)).await?;
             if found.into_iter().collect::<wire::Result<Vec<bool>>>()?.contains(&true) {
                 return Err(Error::PoolNotEmpty(record.name.clone()));
             }
         }
         let mut map = self.shard.map.borrow().clone();
         map.pools.iter_mut().filter(|p| p.id == record.id).for_each(|p| p.removing = true);
+        map.accounts.forget_pool(record.id);
         self.save_map(map).await
     }
 
@@ -165,8 +162,8 @@ impl Shard {
     }
 
     /// Returns whether the shard's share of a closed pool has objects of users.
-    async fn share_has_objects(self: Rc<Self>, name: String) -> wire::Result<bool> {
-        let Some(pool) = self.pools.get(&name) else { return Ok(false) };
+    async fn share_has_objects(self: Rc<Self>, id: u32) -> wire::Result<bool> {
+        let Some(pool) = self.pools.get(id) else { return Ok(false) };
         for pg in &pool.pgs {
             let place = ObjectLocation { pg: Rc::clone(pg), oid: ids::meta_object() };
             if self.has_objects(&place, |name| name.part.is_none()).await? {

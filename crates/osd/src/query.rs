@@ -13,7 +13,7 @@ use crate::conditions::check_conditions;
 use crate::fail::{StepResult, refusal};
 use crate::object::{ObjectInfo, ObjectState, user_xattr, user_xattr_name};
 use crate::patience::patiently;
-use crate::pool::ObjectLocation;
+use crate::pool::{ActivePool, ObjectLocation};
 use crate::request::RequestContext;
 use crate::shard::Shard;
 
@@ -34,11 +34,12 @@ enum AnswerCall {
 pub(crate) async fn query(
     shard: &Shard,
     request: &RequestContext,
+    pool: &ActivePool,
     query: &Query,
 ) -> wire::Result<ObjectReply> {
     query.check()?;
     let name: ObjectName = query.name.check()?;
-    let place = shard.place(&name, None)?;
+    let place = pool.place(name.namespace(), name.object(), None)?;
     let name = name.to_string();
     let object = place.pg.object(&place.oid);
     let attempt = async || try_query(&place, &object, &name, query).await;

@@ -25,7 +25,7 @@ use crate::backing::BackingFuture;
 use crate::fail::{Fail, StepResult, refusal};
 use crate::object::{ObjectInfo, ObjectState};
 use crate::patience::{PAUSE, longer, patiently};
-use crate::pool::ObjectLocation;
+use crate::pool::{ActivePool, ObjectLocation};
 use crate::request::RequestContext;
 use crate::shard::Shard;
 use crate::turnstile::Observation;
@@ -64,10 +64,11 @@ struct ObjectRead<'a> {
 pub(crate) async fn read(
     shard: &Shard,
     request: &RequestContext,
+    pool: &ActivePool,
     read: &Read,
 ) -> wire::Result<(ObjectReply, Payload)> {
     let name: ObjectName = read.name.check()?;
-    let place = shard.place(&name, read.part.as_ref())?;
+    let place = pool.place(name.namespace(), name.object(), read.part.as_ref())?;
     let object = place.pg.object(&place.oid);
     let reader = ObjectRead { shard, request, read, name: name.to_string(), place, object };
     reader.run().await.map_err(refusal)

@@ -1,11 +1,13 @@
 //! [`RequestContext`]: the head, session and connection of a request.
 
+use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
 use messenger::Connection;
 use wire::{RequestHead, SessionId};
 
+use crate::authorize::SessionRights;
 use crate::config::OsdConfig;
 
 /// Context of a request: its head, session and connection.
@@ -13,6 +15,8 @@ pub(crate) struct RequestContext {
     pub(crate) head: RequestHead,
     pub(crate) session: SessionId,
     pub(crate) connection: Arc<dyn Connection>,
+    /// The rights of the session.
+    pub(crate) rights: Rc<SessionRights>,
 }
 
 impl RequestContext {

@@ -7,7 +7,7 @@ use std::time::Duration;
 use array::{Findings, Group};
 use store::{ObjectId, StoreCalls, StoreError};
 use tokio::time::Instant;
-use wire::{Error, PoolName, ScrubStatus};
+use wire::{Error, ScrubStatus};
 
 use crate::fail::refusal;
 use crate::ids;
@@ -31,9 +31,13 @@ impl Osd {
     ///
     /// # Errors
     /// If `repair` is set and a scrub without repair is running.
-    pub(crate) async fn scrub(&self, name: &[u8], start: bool, repair: bool) -> wire::Result<ScrubStatus> {
-        let name = PoolName::from_wire(name)?.to_string();
-        self.shard.open_pool(&name)?;
+    pub(crate) async fn scrub(
+        &self,
+        pool: &ActivePool,
+        start: bool,
+        repair: bool,
+    ) -> wire::Result<ScrubStatus> {
+        let (id, name) = (pool.record.id, pool.label.clone());
         if start {
             let _only_one = self.scrub_start.lock().await;
             let pool = name.clone();
@@ -44,8 +48,8 @@ impl Osd {
                 return Err(Error::Busy { what: format!("scrubs of pool {name}"), limit: 1, advice });
             }
             if running.is_empty() {
-                let (pool, kind) = (name.clone(), if repair { ScrubKind::Repair } else { ScrubKind::Check });
-                self.shard.tell_each(move |shard| shard.start_scrub(&pool, kind)).await?;
+                let kind = if repair { ScrubKind::Repair } else { ScrubKind::Check };
+                self.shard.tell_each(move |shard| shard.start_scrub(id, kind)).await?;
             }
         }
         let shares = self.shard.each(async move |shard: Rc<Shard>| shard.scrubs.status(&name)).await?;
@@ -57,13 +61,13 @@ impl Osd {
 
 impl Shard {
     /// Starts a scrub of the shard's share of a pool, unless one is running.
-    fn start_scrub(self: &Rc<Self>, name: &str, kind: ScrubKind) {
-        let Ok(pool) = self.open_pool(name) else { return };
-        if self.scrubs.begin(name, pool.pgs.len() as u32, kind) {
+    fn start_scrub(self: &Rc<Self>, id: u32, kind: ScrubKind) {
+        let Ok(pool) = self.open_pool(id) else { return };
+        if self.scrubs.begin(&pool.label, pool.pgs.len() as u32, kind) {
             let shard = Rc::clone(self);
             spawn(async move {
                 let failure = shard.scrub_pool(&pool, kind == ScrubKind::Repair).await.err();
-                shard.scrubs.end(&pool.record.name, failure.map(|e| e.to_string()));
+                shard.scrubs.end(&pool.label, failure.map(|e| e.to_string()));
             });
         }
     }
@@ -74,7 +78,7 @@ impl Shard {
                 Some(group) => self.scrub_group(pool, pg, group, repair).await?,
                 None => self.verify_group(pool, pg, repair).await?,
             }
-            self.scrubs.group_done(&pool.record.name);
+            self.scrubs.group_done(&pool.label);
         }
         Ok(())
     }
@@ -97,7 +101,7 @@ impl Shard {
                 let mut found = self.insist(async || group.scrub(oid).await).await.map_err(refused)?;
                 let place = ObjectLocation { pg: Rc::clone(pg), oid: oid.clone() };
                 found.add(&self.audit(&place, repair).await?);
-                self.scrubs.found(&pool.record.name, &found);
+                self.scrubs.found(&pool.label, &found);
                 self.pace.after(found.bytes, began.elapsed()).await;
             }
             match ids.last() {
@@ -135,7 +139,7 @@ impl Shard {
                 let place = ObjectLocation { pg: Rc::clone(pg), oid: oid.clone() };
                 let mut found = verify(&place).await.map_err(|e| refusal(e.into()))?;
                 found.add(&self.audit(&place, repair).await?);
-                self.scrubs.found(&pool.record.name, &found);
+                self.scrubs.found(&pool.label, &found);
                 self.pace.after(found.bytes, began.elapsed()).await;
             }
             match ids.last() {

@@ -27,7 +27,7 @@ struct Scrub {
     failure: Option<String>,
 }
 
-/// The last scrub of each pool, by the pool's name.
+/// The last scrub of each pool, by the pool's label.
 #[derive(Default)]
 pub(crate) struct Scrubs(RefCell<BTreeMap<String, Scrub>>);
 

@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use base::block::Payload;
 use base::phases::Clock;
+use capability::CapabilityError;
 use messenger::{Connection, ConnectionEvent, Incoming, Listener, Message};
 use store::Submit;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
@@ -14,12 +15,15 @@ use wire::{
     Error, Mutate, Mutated, ObjectReply, ObjectRequest, Reply, ReplyBody, RequestBody, RequestHead, SessionId,
 };
 
+use crate::audit_log::{AuditEvent, AuditKind};
+use crate::authorize::{SessionRights, authorize};
 use crate::clients::ConnectionId;
 use crate::gather::{self, Puller};
 use crate::inflight::{RequestClaim, joined};
 use crate::mutate::Change;
 use crate::osd::{OpeningConnection, Osd};
 use crate::pg::Origin;
+use crate::pool::ActivePool;
 use crate::pull_choice::{ChosenPull, PullWay};
 use crate::request::RequestContext;
 use crate::sessions::AttachmentNumber;
@@ -38,8 +42,9 @@ pub(crate) async fn accept(shard: Rc<Shard>, mut listener: Box<dyn Listener>) {
             Ok((connection, incoming)) => {
                 let id = shard.clients.connected(&connection);
                 let room = Arc::new(Semaphore::new(shard.config.requests_per_connection));
-                let (session, heard) = (None, Instant::now());
-                let served = Served { shard: Rc::clone(&shard), connection, id, room, session, heard };
+                let (session, rights, heard) = (None, None, Instant::now());
+                let served =
+                    Served { shard: Rc::clone(&shard), connection, id, room, session, rights, heard };
                 spawn(served.run(incoming));
             }
             Err(e) => tracing::debug!(error = %e, "a peer failed to connect"),
@@ -55,6 +60,8 @@ struct Served {
     /// One permit for each request of the connection that may be in progress.
     room: Arc<Semaphore>,
     session: Option<SessionId>,
+    /// The rights of the session.
+    rights: Option<Rc<SessionRights>>,
     /// Time at which the session's activity was last recorded.
     heard: Instant,
 }
@@ -108,8 +115,8 @@ impl Served {
             }
         };
         let session = match (&body, self.session) {
-            (RequestBody::Open { oldest, newest, session }, _) => {
-                let opened = self.open(*oldest, *newest, *session).await;
+            (RequestBody::Open { oldest, newest, session, capability }, _) => {
+                let opened = self.open((*oldest, *newest), *session, capability).await;
                 self.shard.answer(&self.connection, head.seq, opened, Payload::default()).await;
                 return true;
             }
@@ -118,6 +125,11 @@ impl Served {
             {
                 drop(permit);
                 self.close_session(session, head.seq);
+                return true;
+            }
+            (RequestBody::Renew { capability }, Some(_)) => {
+                let renewed = self.renew(capability);
+                self.shard.answer(&self.connection, head.seq, renewed, Payload::default()).await;
                 return true;
             }
             (_, Some(session)) if self.shard.clients.is_attached(session, self.id) => session,
@@ -133,7 +145,8 @@ impl Served {
             self.heard = Instant::now();
             self.shard.tell_first(move |osd| osd.session_heard(session));
         }
-        let request = RequestContext { head, session, connection: Arc::clone(&self.connection) };
+        let rights = self.rights.clone().expect("an open session has rights");
+        let request = RequestContext { head, session, connection: Arc::clone(&self.connection), rights };
         let shard = Rc::clone(&self.shard);
         let running = clock.clone();
         spawn(running.scope(async move {
@@ -166,25 +179,55 @@ impl Served {
         });
     }
 
+    /// Notes a refusal in the audit log. That a client has no capability yet is no refusal.
+    fn refuse(&self, what: &str, e: Error) -> Error {
+        let is_first =
+            matches!(&e, Error::CapabilityRefused { why, .. } if *why == CapabilityError::None.to_string());
+        if !is_first {
+            let peer = self.connection.peer();
+            self.shard.config.audit.record(|| AuditEvent {
+                at_ms: self.shard.config.clock.now_ms(),
+                event: AuditKind::Refused,
+                user: peer.user.as_ref().map(ToString::to_string),
+                key: peer.key,
+                peer: Some(peer.address.clone()),
+                what: what.to_owned(),
+                why: Some(e.to_string()),
+            });
+        }
+        e
+    }
+
+    /// Replaces the rights of the session.
+    fn renew(&mut self, capability: &[u8]) -> wire::Result<ReplyBody> {
+        let verified = SessionRights::verify(&self.shard, capability, &self.connection.peer().key);
+        self.rights = Some(verified.map_err(|e| self.refuse("renew a capability", e))?);
+        Ok(ReplyBody::Renewed)
+    }
+
     async fn open(
         &mut self,
-        oldest: u16,
-        newest: u16,
+        (oldest, newest): (u16, u16),
         presented: Option<SessionId>,
+        capability: &[u8],
     ) -> wire::Result<ReplyBody> {
         let version = newest.min(wire::VERSION);
         if version < oldest.max(wire::VERSION_OLDEST) {
             return Err(Error::WrongVersion { oldest: wire::VERSION_OLDEST, newest: wire::VERSION });
         }
+        let verified = SessionRights::verify(&self.shard, capability, &self.connection.peer().key);
+        let rights = verified.map_err(|e| self.refuse("open a session", e))?;
         let connection = OpeningConnection {
             shard: self.shard.share.shard(),
             id: self.id,
             peer: self.connection.peer().peer,
             owner: self.connection.peer().key,
+            about: rights.about(&self.shard, self.connection.peer().address.clone()),
             room: Arc::clone(&self.room),
         };
         let opening = move |osd: Rc<Osd>| async move { osd.open_session(presented, connection).await };
         let session = self.shard.on_first(opening).await??;
+        self.rights = Some(rights);
         if let Some(before) = self.session.replace(session)
             && before != session
         {
@@ -195,7 +238,8 @@ impl Served {
         }
         let endpoint = self.shard.endpoint().expect("an osd with connections has ports");
         let (shard, shards) = (self.shard.share.shard(), endpoint.ports.clone());
-        Ok(ReplyBody::Opened { version, session, shard, shards })
+        let control = self.shard.config.control.clone();
+        Ok(ReplyBody::Opened { version, session, shard, shards, control })
     }
 }
 
@@ -236,13 +280,9 @@ impl Shard {
                 Ok((reply, payload)) => (Ok(ReplyBody::Object(reply)), payload),
                 Err(e) => (Err(e), Payload::default()),
             },
-            RequestBody::Admin(body) => {
-                let is_repeated = request.head.retry;
-                let administer = move |osd: Rc<Osd>| async move { osd.administer(body, is_repeated).await };
-                let administered = self.on_first(administer).await.map_err(Error::from).flatten();
-                (administered.map(ReplyBody::Admin), Payload::default())
+            RequestBody::Open { .. } | RequestBody::Renew { .. } | RequestBody::CloseSession => {
+                (Err(Error::BadRequest("the request concerns the connection".into())), Payload::default())
             }
-            other => (Err(Error::BadRequest(format!("{other:?} is not supported"))), Payload::default()),
         };
         if let Err(Error::NoSpace { target, .. }) = &mut result {
             *target = self.map.borrow().name_of(target);
@@ -257,14 +297,28 @@ impl Shard {
         body: ObjectRequest,
         payload: Payload,
     ) -> wire::Result<(ObjectReply, Payload)> {
+        let authorized = authorize(self, &request.rights, &body);
+        let pool = authorized.inspect_err(|e| {
+            if matches!(e, Error::NotPermitted { .. } | Error::NotAdministrator { .. }) {
+                let peer = request.connection.peer();
+                self.config.audit.record(|| AuditEvent {
+                    at_ms: self.config.clock.now_ms(),
+                    event: AuditKind::Refused,
+                    user: Some(request.rights.user().to_owned()),
+                    key: peer.key,
+                    peer: Some(peer.address.clone()),
+                    what: format!("request {} of session {}", request.head.seq, request.session),
+                    why: Some(e.to_string()),
+                });
+            }
+        })?;
         let reply = match body {
             ObjectRequest::Mutate(mutate) => {
-                ObjectReply::Mutated(self.mutate(request, &mutate, payload).await?)
+                ObjectReply::Mutated(self.mutate(request, &pool, &mutate, payload).await?)
             }
-            ObjectRequest::Read(wanted) => return read::read(self, request, &wanted).await,
-            ObjectRequest::Query(query) => query::query(self, request, &query).await?,
-            ObjectRequest::List(wanted) => list::list(self, request, &wanted).await?,
-            other => return Err(Error::BadRequest(format!("{other:?} is not supported"))),
+            ObjectRequest::Read(wanted) => return read::read(self, request, &pool, &wanted).await,
+            ObjectRequest::Query(query) => query::query(self, request, &pool, &query).await?,
+            ObjectRequest::List(wanted) => list::list(self, request, &pool, &wanted).await?,
         };
         Ok((reply, Payload::default()))
     }
@@ -272,6 +326,7 @@ impl Shard {
     async fn mutate(
         self: &Rc<Shard>,
         request: &RequestContext,
+        pool: &ActivePool,
         mutate: &Mutate,
         inline: Payload,
     ) -> wire::Result<Mutated> {
@@ -279,7 +334,7 @@ impl Shard {
         loop {
             match self.in_flight.claim(request.session, seq) {
                 RequestClaim::First(running) => {
-                    let result = self.change(request, mutate, inline.clone()).await;
+                    let result = self.change(request, pool, mutate, inline.clone()).await;
                     running.finish(&result);
                     return result;
                 }
@@ -302,12 +357,13 @@ impl Shard {
     async fn change(
         self: &Rc<Shard>,
         request: &RequestContext,
+        pool: &ActivePool,
         mutate: &Mutate,
         inline: Payload,
     ) -> wire::Result<Mutated> {
         mutate.check()?;
         let name = mutate.name.check()?;
-        let place = self.place(&name, mutate.part.as_ref())?;
+        let place = pool.place(name.namespace(), name.object(), mutate.part.as_ref())?;
         let RequestHead { mut seq, acked_through, retry, .. } = request.head;
         if base::mutant!(LookOnOldShard) {
             seq |= u64::from(self.share.shard()) << 32;
@@ -338,7 +394,7 @@ impl Shard {
         let gathers = Cell::new(0_u32);
         let gather = async || {
             gathers.set(gathers.get() + 1);
-            self.check_parts(&name, &mutate.ops).await?;
+            self.check_parts(pool.record.id, &name, &mutate.ops).await?;
             puller.gather(mutate, inline.clone(), &place.pg.backing).await
         };
         let done = change.run(retry, gather).await?;
@@ -348,7 +404,7 @@ impl Shard {
             self.pulls.done(&chosen);
         }
         if let Some(manifest) = done.dropped {
-            self.drop_parts(name, manifest);
+            self.drop_parts(pool.record.id, name, manifest);
         }
         Ok(done.mutated)
     }

@@ -19,6 +19,7 @@ use tokio::task::{JoinHandle, LocalSet};
 use uuid::Uuid;
 use wire::limits::MAX_SHARDS;
 
+use crate::admin::OsdAdministrator;
 use crate::config::OsdConfig;
 use crate::mailbox::{Addresses, ShardMailbox, mailboxes};
 use crate::osd::{Osd, open_node};
@@ -34,7 +35,7 @@ const DRAIN: Duration = Duration::from_secs(5);
 const LAST_WORD: Duration = Duration::from_millis(500);
 
 /// What an osd announces when clients can connect.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 pub struct OsdStarted {
     /// The address that clients connect to: the address of the first shard.
     pub endpoint: String,
@@ -42,6 +43,8 @@ pub struct OsdStarted {
     pub node: Uuid,
     /// UUIDs of the node's targets. The index of a target in this list is its number.
     pub targets: Vec<Uuid>,
+    /// Administers the osd.
+    pub administrator: OsdAdministrator,
 }
 
 /// What one shard works with.
@@ -108,6 +111,12 @@ pub fn shards(count: u16) -> (FirstShard, Vec<FurtherShard>) {
 }
 
 impl FirstShard {
+    /// Returns the administrator of the osd.
+    #[must_use]
+    pub fn administrator(&self) -> OsdAdministrator {
+        OsdAdministrator::new(self.addresses.clone())
+    }
+
     /// Opens the node and runs the first shard on the current thread until `stop` resolves. The
     /// caller must run in a [`LocalSet`]. `listen` is an address in the network stack's form
     /// (`host:port`); shard n listens to the port that is greater by n. With port 0, each shard
@@ -122,6 +131,7 @@ impl FirstShard {
         stop: impl Future<Output = ()>,
     ) {
         let mailbox = MailboxTask::default();
+        let administrator = self.administrator();
         let (osd, listener, unfinished) = match self.start(resources, stack, listen, &mailbox).await {
             Ok(started) => started,
             Err(e) => return ready(Err(e)),
@@ -130,7 +140,7 @@ impl FirstShard {
         let started = {
             let map = shard.map.borrow();
             let targets = map.targets.iter().map(|record| record.uuid).collect();
-            OsdStarted { endpoint: listener.endpoint(), node: map.node, targets }
+            OsdStarted { endpoint: listener.endpoint(), node: map.node, targets, administrator }
         };
         ready(Ok(started));
         let removing: Vec<_> = shard.map.borrow().pools.iter().filter(|p| p.removing).cloned().collect();
@@ -310,6 +320,7 @@ fn with_offset(address: &str, offset: u16) -> Result<String, StartError> {
 #[derive(Debug)]
 pub struct OsdServer {
     endpoint: String,
+    administrator: OsdAdministrator,
     threads: Vec<ShardThread>,
 }
 
@@ -371,14 +382,20 @@ impl OsdServer {
             };
             threads.push(ShardThread::start(number, serve)?);
         }
-        let OsdStarted { endpoint, .. } = wait.recv().map_err(|_| StartError::Died)??;
-        Ok(OsdServer { endpoint, threads })
+        let OsdStarted { endpoint, administrator, .. } = wait.recv().map_err(|_| StartError::Died)??;
+        Ok(OsdServer { endpoint, administrator, threads })
     }
 
     /// Returns the address that clients connect to.
     #[must_use]
     pub fn endpoint(&self) -> &str {
         &self.endpoint
+    }
+
+    /// Returns the administrator of the osd.
+    #[must_use]
+    pub fn administrator(&self) -> &OsdAdministrator {
+        &self.administrator
     }
 
     /// Stops the osd. The osd accepts no more connections, and waits up to five seconds for

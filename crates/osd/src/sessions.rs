@@ -1,6 +1,6 @@
 //! [`SessionSlots`]: the slots of the osd's sessions, which the first shard hands out.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use base::budget::{Budget, PeerAddress};
 use base::collections::HashMap;
@@ -18,8 +18,7 @@ pub(crate) type AttachmentNumber = u64;
 /// Table of the sessions that the osd knows now. Placement groups store the durable state of
 /// sessions.
 pub(crate) struct SessionSlots {
-    /// The newest attachment on each shard, for each session.
-    known: HashMap<SessionId, BTreeMap<u16, AttachmentNumber>>,
+    known: HashMap<SessionId, KnownSession>,
     /// Divides the slots of the table between peer addresses. A session that loses its slot is
     /// removed from the table: the collector may then remove the parts of its unfinished uploads,
     /// and the osd may refuse retries of its requests. Its client may still present the session
@@ -30,9 +29,35 @@ pub(crate) struct SessionSlots {
     dpu_key: ProofKey,
     /// Number of the newest session of this generation.
     last: u32,
+    /// The sessions that operators have ended last. They cannot be resumed.
+    killed: BTreeSet<SessionId>,
     attachments: AttachmentNumber,
     shortages: Shortages,
 }
+
+/// A session that has a slot.
+#[derive(Default)]
+struct KnownSession {
+    /// The newest attachment on each shard.
+    attachments: BTreeMap<u16, AttachmentNumber>,
+    about: AboutSession,
+}
+
+/// What operators see of a session.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct AboutSession {
+    /// Name of the user: `TENANT/USER`.
+    pub(crate) user: String,
+    /// Number of the user's tenant.
+    pub(crate) tenant: u32,
+    /// Address of the client.
+    pub(crate) peer: String,
+    /// Time at which the session got its slot, in milliseconds since 1970.
+    pub(crate) opened_ms: u64,
+}
+
+/// Maximum number of killed sessions that the osd remembers.
+const KILLED_MAX: usize = 4096;
 
 /// Counts of sessions that lost their slot or got no slot, since the osd started.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -61,6 +86,7 @@ impl SessionSlots {
             generation,
             dpu_key,
             last: 0,
+            killed: BTreeSet::new(),
             attachments: 0,
             shortages: Shortages::default(),
         }
@@ -78,6 +104,9 @@ impl SessionSlots {
         // The osd must refuse a session id that it never issued. Otherwise a placement group could
         // later mark the id as forgotten, together with all lower numbers. The answer does not tell
         // whether the session exists and belongs to another client.
+        if let Some(session) = presented.filter(|id| self.killed.contains(id)) {
+            return Err(Error::SessionRefused { session, why: "an operator has ended the session".into() });
+        }
         if let Some(session) = presented.filter(|id| !self.is_made(*id, owner)) {
             let why = "this node did not create the session for this client, or has lost its latest state";
             return Err(Error::SessionRefused { session, why: why.to_owned() });
@@ -91,19 +120,47 @@ impl SessionSlots {
                 advice: "close clients that are not needed".to_owned(),
             }
         })?;
-        if let Some(connections) = evicted.and_then(|evicted| self.known.remove(&evicted))
-            && !connections.is_empty()
+        if let Some(session) = evicted.and_then(|evicted| self.known.remove(&evicted))
+            && !session.attachments.is_empty()
         {
             self.shortages.reclaimed += 1;
         }
         self.attachments += 1;
-        self.known.entry(id).or_default().insert(shard, self.attachments);
+        self.known.entry(id).or_default().attachments.insert(shard, self.attachments);
         assert_eq!(
             self.known.len(),
             self.places.taken(),
             "the table contains exactly the sessions with a slot"
         );
         Ok(OpenedSession { id, attachment: self.attachments, evicted })
+    }
+
+    /// Notes what operators see of a session that has a slot.
+    pub(crate) fn describe(&mut self, id: SessionId, about: AboutSession) {
+        if let Some(known) = self.known.get_mut(&id).filter(|known| known.about.user.is_empty()) {
+            known.about = about;
+        }
+    }
+
+    /// Returns the sessions, ordered by id, with the number of their connections.
+    pub(crate) fn list(&self) -> Vec<(SessionId, &AboutSession, usize)> {
+        let mut all: Vec<_> =
+            self.known.iter().map(|(id, known)| (*id, &known.about, known.attachments.len())).collect();
+        all.sort_by_key(|(id, ..)| *id);
+        all
+    }
+
+    /// Removes a session, which cannot be resumed any more. Returns whether it had a slot.
+    pub(crate) fn kill(&mut self, id: SessionId) -> bool {
+        if self.known.remove(&id).is_none() {
+            return false;
+        }
+        self.places.remove(id);
+        self.killed.insert(id);
+        if self.killed.len() > KILLED_MAX {
+            self.killed.pop_first();
+        }
+        true
     }
 
     /// Records that the session is active, so that silent sessions lose their slots first.
@@ -140,8 +197,8 @@ impl SessionSlots {
     /// Forgets a session that its client has closed. Returns false, and keeps the session, if its
     /// client has opened it again: if it has an attachment newer than `newest`.
     pub(crate) fn close(&mut self, session: SessionId, newest: AttachmentNumber) -> bool {
-        let connections = self.known.get(&session);
-        if connections.is_some_and(|connections| connections.values().any(|number| *number > newest)) {
+        let known = self.known.get(&session);
+        if known.is_some_and(|known| known.attachments.values().any(|number| *number > newest)) {
             return false;
         }
         self.known.remove(&session);
@@ -151,7 +208,8 @@ impl SessionSlots {
 
     /// Records that an attachment has ended. Returns whether the session has no other attachment.
     pub(crate) fn left(&mut self, session: SessionId, shard: u16, attachment: AttachmentNumber) -> bool {
-        let Some(connections) = self.known.get_mut(&session) else { return false };
+        let Some(known) = self.known.get_mut(&session) else { return false };
+        let connections = &mut known.attachments;
         if connections.get(&shard) != Some(&attachment) {
             return false;
         }

@@ -8,12 +8,13 @@ use std::time::Duration;
 
 use array::{Array, CodingDispatcher, Group, GroupOptions, Member, Pace, StripesAt};
 use base::pool::BufferPool;
+use capability::{CapabilityError, CapabilityKey};
 use futures::stream::{FuturesUnordered, StreamExt};
 use messenger::Admissions;
 use store::stripes::{EngineOptions, Engines, LocalStoreSet, StoreSet};
 use store::{AbsentStore, ObjectStore};
 use uuid::Uuid;
-use wire::{ObjectName, PartId, PathStatus, Redundancy, SessionId, placement};
+use wire::{PathStatus, Redundancy, SessionId, placement};
 
 use crate::age::Age;
 use crate::backing::Backing;
@@ -26,7 +27,7 @@ use crate::map::{NodeMap, PoolRecord, TargetRecord};
 use crate::object::INFO_XATTR;
 use crate::osd::Osd;
 use crate::pg::Pg;
-use crate::pool::{ActivePool, ObjectLocation};
+use crate::pool::ActivePool;
 use crate::pool_table::PoolTable;
 use crate::presence::SessionPresence;
 use crate::pull_choice::PullChoices;
@@ -74,6 +75,8 @@ pub(crate) struct Shard {
     pub(crate) prepared: PoolTable,
     /// Pools that are being removed, by their numbers.
     pub(crate) removing: RefCell<BTreeMap<u32, Rc<ActivePool>>>,
+    /// Recognises the capabilities that the control plane has issued.
+    pub(crate) capability_key: CapabilityKey,
     pub(crate) clients: Clients,
     pub(crate) presence: SessionPresence,
     endpoint: OnceCell<ShardEndpoint>,
@@ -196,6 +199,7 @@ impl Shard {
             map: Rc::new(RefCell::new(map.clone())),
             pools: PoolTable::default(),
             prepared: PoolTable::default(),
+            capability_key: CapabilityKey::derive(&config.dpu_key),
             removing: RefCell::default(),
             clients: Clients::default(),
             presence: SessionPresence::new(age.generation()),
@@ -286,8 +290,9 @@ impl Shard {
             Rc::new(Pg::new(backing, sole, (record.id, pg), self.config.cached_objects_per_pg, times))
         };
         let pgs = self.share.groups(record.pg_count).map(&mut pg).collect();
+        let label = self.map.borrow().label(record);
         let (share, closed, record) = (self.share, Cell::new(false), record.clone());
-        Rc::new(ActivePool { share, pgs, groups, sole_targets, closed, record })
+        Rc::new(ActivePool { share, pgs, groups, sole_targets, closed, record, label })
     }
 
     /// Returns the target of a group of a pool without redundancy. `slots` are the slots of all targets
@@ -327,14 +332,19 @@ impl Shard {
         }
     }
 
-    /// Returns the pool with this name, if it accepts requests.
-    pub(crate) fn open_pool(&self, name: &str) -> wire::Result<Rc<ActivePool>> {
-        self.pools.open(name)
+    /// Returns the refusal of a capability for this reason.
+    pub(crate) fn refusal_of(&self, why: CapabilityError) -> wire::Error {
+        wire::Error::CapabilityRefused { why: why.to_string(), control: self.config.control.clone() }
     }
 
-    /// Returns the shard's groups of all open pools, each with its pool's name.
+    /// Returns the pool with this number, if it accepts requests.
+    pub(crate) fn open_pool(&self, id: u32) -> wire::Result<Rc<ActivePool>> {
+        self.pools.open(id)
+    }
+
+    /// Returns the shard's groups of all open pools, each with its pool's label.
     pub(crate) fn open_groups(&self) -> Vec<(String, Rc<Group>)> {
-        let group = |pool: &Rc<ActivePool>, group: &Rc<Group>| (pool.record.name.clone(), Rc::clone(group));
+        let group = |pool: &Rc<ActivePool>, group: &Rc<Group>| (pool.label.clone(), Rc::clone(group));
         let open = self.pools.all_open();
         open.iter().flat_map(|pool| pool.groups.iter().map(|g| group(pool, g))).collect()
     }
@@ -368,14 +378,6 @@ impl Shard {
             tokio::time::sleep(SPACE_PAUSE).await;
         }
         may_free
-    }
-
-    /// Returns the location of an object or of one part of it.
-    ///
-    /// # Errors
-    /// [`Error::WrongShard`](wire::Error::WrongShard) if another shard serves its placement group.
-    pub(crate) fn place(&self, name: &ObjectName, part: Option<&PartId>) -> wire::Result<ObjectLocation> {
-        self.open_pool(name.pool())?.place(name.namespace(), name.object(), part)
     }
 
     /// Ends a session that its client has closed, in the placement groups of this shard. Ends the

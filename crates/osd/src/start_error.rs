@@ -84,6 +84,14 @@ pub enum StartError {
     /// The witness cannot be stored.
     #[error("{0}; make its file writable, and free some space on its file system")]
     Witness(StoreError),
+    /// The DPU has not written the copy of the node's map on a target.
+    #[error(
+        "the node's map on target {target} was not written by this node's DPU: the storage host has altered it or put back a copy from an earlier version, or the key in keys/dpu was replaced; restore the target, or restore keys/dpu from its backup; if the key is lost for good and you trust the storage host, start the node once with OUTBOARD_OSD_ACCEPT_ALTERED_MAP=true, and check the users afterwards (`outboard user ls`)"
+    )]
+    AlteredMap {
+        /// The target.
+        target: Uuid,
+    },
     /// A target's copy of the node's map cannot be read.
     #[error("the node's map on target {target} is corrupt: {detail}; run fsck")]
     CorruptMap {

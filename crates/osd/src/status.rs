@@ -96,7 +96,7 @@ pub(crate) async fn status(osd: &Osd) -> Result<NodeStatus, ShardGone> {
         health,
         rebuild,
         targets,
-        pools: osd.list_pools(),
+        pools: osd.list_pools(|pool| Some(pool.label.clone())),
         paths: first.map(|report| report.paths.clone()).unwrap_or_default(),
         sessions: shard.presence.connected(),
         // Each client has a connection to the first shard.

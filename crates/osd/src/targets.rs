@@ -271,7 +271,7 @@ impl Shard {
             let on_it = pool.sole_targets.iter().filter(is_gone).count();
             if waiting + on_it > 0 {
                 let loss = PoolLoss {
-                    pool: pool.record.name.clone(),
+                    pool: pool.label.clone(),
                     redundancy: pool.record.redundancy,
                     groups: pool.record.pg_count,
                     waiting: (waiting + on_it) as u32,
@@ -301,7 +301,7 @@ impl Shard {
             for (pg, _) in pool.pgs.iter().zip(&pool.sole_targets).filter(|(_, sole)| is_on_it(sole)) {
                 let place = ObjectLocation { pg: Rc::clone(pg), oid: ids::meta_object() };
                 if self.has_objects(&place, |_| true).await? {
-                    return Ok(Some(pool.record.name.clone()));
+                    return Ok(Some(pool.label.clone()));
                 }
             }
         }
@@ -342,7 +342,7 @@ impl Shard {
     /// Returns the health of the shard's share of the pools.
     fn health(&self) -> Vec<PoolHealth> {
         let health = |pool: Rc<ActivePool>| {
-            let mut health = PoolHealth { pool: pool.record.name.clone(), ..PoolHealth::default() };
+            let mut health = PoolHealth { pool: pool.label.clone(), ..PoolHealth::default() };
             health.groups = pool.pgs.len() as u32;
             for group in &pool.groups {
                 match group.current() {

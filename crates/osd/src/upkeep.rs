@@ -49,7 +49,7 @@ impl Osd {
             for target in shard.targets.iter().filter(|target| target.lacks_map()) {
                 let _one_at_a_time = changing.lock().await;
                 let map = shard.map.borrow().clone();
-                if map.give(target, shard.config.target_timeout).await {
+                if map.give(target, &shard.witness, shard.config.target_timeout).await {
                     tracing::info!(target_uuid = %target.uuid, "the target has space again and has stored the node's map");
                     // The osd is stopping if a shard has ended.
                     let _ = self.try_again(target.uuid).await;
@@ -59,7 +59,7 @@ impl Osd {
             for target in shard.targets.iter().filter(is_back) {
                 let _one_at_a_time = changing.lock().await;
                 let map = shard.map.borrow().clone();
-                if map.give(target, shard.config.target_timeout).await {
+                if map.give(target, &shard.witness, shard.config.target_timeout).await {
                     // A further shard may have taken over the failure from the first shard after the
                     // target had returned.
                     let _ = self.try_again(target.uuid).await;

@@ -7,7 +7,7 @@
 //!
 //! ```text
 //! magic "OBWITNES", format (1 byte), CRC-32C of the rest (4 bytes, big-endian)
-//! node, counter, map epoch, targets, groups, ages (postcard)
+//! node, counter, map epoch, targets, groups, ages, has sealed map, sealed (postcard)
 //! ```
 //!
 //! One write stores all entries that have changed since the last write began. A failure of a target
@@ -17,7 +17,7 @@
 //! witness with a lower counter than any target's is an old copy, and counts as lost. A witness of
 //! another node counts as lost, too. A lost witness is replaced by a new one.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::sync::{Arc, MutexGuard, PoisonError};
 
@@ -30,10 +30,13 @@ use store::StoreError;
 use tokio::sync::Mutex;
 use uuid::Uuid;
 
+use crate::seal::Seal;
 use crate::start_error::StartError;
 
 const MAGIC: &[u8] = b"OBWITNES";
-const FORMAT: u8 = 2;
+const FORMAT: u8 = 3;
+/// Format of witnesses that do not know whether the map is sealed.
+const FORMAT_UNSEALED: u8 = 2;
 /// Format of witnesses without ages.
 const FORMAT_NO_AGES: u8 = 1;
 /// Length of the magic, the format and the checksum.
@@ -75,6 +78,10 @@ struct StoredWitness {
     targets: Vec<Uuid>,
     groups: Vec<StoredEntry>,
     ages: BTreeMap<Uuid, (u64, u64)>,
+    /// Whether a sealed map was saved.
+    has_sealed_map: bool,
+    /// The targets that have stored a sealed age.
+    sealed: BTreeSet<Uuid>,
 }
 
 /// A group's entry, as stored.
@@ -96,12 +103,17 @@ struct Knowledge {
     /// The last age of the node that each target has certainly stored: generation and running time in
     /// milliseconds.
     ages: BTreeMap<Uuid, (u64, u64)>,
+    /// Whether the node has saved a map with a seal, so that a map without one is older.
+    has_sealed_map: bool,
+    /// The targets that have stored an age with a seal, so that an age without one is older.
+    sealed: BTreeSet<Uuid>,
 }
 
 /// The witness of a node, which all shards share. It is not part of the data path. If it has no
 /// storage, it is lost when the osd ends.
 pub(crate) struct NodeWitness {
     storage: Option<WitnessAt>,
+    seal: Seal,
     state: std::sync::Mutex<WitnessState>,
     writing: Mutex<()>,
 }
@@ -128,7 +140,7 @@ impl NodeWitness {
     /// # Errors
     /// [`StartError::UnreadableWitness`] if the content cannot be read. It may be intact, so it does
     /// not count as lost.
-    pub(crate) fn load(storage: Option<WitnessAt>) -> Result<NodeWitness, StartError> {
+    pub(crate) fn load(storage: Option<WitnessAt>, seal: Seal) -> Result<NodeWitness, StartError> {
         let loaded = storage.as_ref().map_or(Ok(None), |at| at.0.load());
         let bytes = loaded.map_err(StartError::UnreadableWitness)?;
         let content = bytes.and_then(|bytes| {
@@ -147,7 +159,28 @@ impl NodeWitness {
             last_counter: counter,
             durable: counter,
         };
-        Ok(NodeWitness { storage, state: std::sync::Mutex::new(state), writing: Mutex::default() })
+        Ok(NodeWitness { storage, seal, state: std::sync::Mutex::new(state), writing: Mutex::default() })
+    }
+
+    /// Returns the seal of the DPU.
+    pub(crate) fn seal(&self) -> &Seal {
+        &self.seal
+    }
+
+    /// Returns whether the node has saved a map with a seal.
+    pub(crate) fn has_sealed_map(&self, node: Uuid) -> bool {
+        let knowledge = &self.lock().knowledge;
+        knowledge.node == node && knowledge.has_sealed_map
+    }
+
+    /// Returns whether the last node that used the witness stores with seals.
+    pub(crate) fn is_sealing(&self) -> bool {
+        self.lock().knowledge.has_sealed_map
+    }
+
+    /// Returns whether a target has stored an age with a seal.
+    pub(crate) fn has_sealed_age(&self, target: Uuid) -> bool {
+        self.lock().knowledge.sealed.contains(&target)
     }
 
     fn lock(&self) -> MutexGuard<'_, WitnessState> {
@@ -183,17 +216,27 @@ impl NodeWitness {
             let (own, found) = (state.last_counter, state.knowledge.node);
             tracing::error!(%node, found = %found, own, expected = counter, "the witness belongs to another node or is an old copy, and counts as lost");
         }
-        state.knowledge = Knowledge { node, ..Knowledge::default() };
+        // An old copy of the witness is right about the seal.
+        let before = std::mem::take(&mut state.knowledge);
+        state.knowledge.node = node;
+        if before.node == node {
+            state.knowledge.has_sealed_map = before.has_sealed_map;
+            state.knowledge.sealed = before.sealed;
+        }
         state.last_counter = state.last_counter.max(counter);
         state.changes += 1;
     }
 
-    /// Stores the epoch of the map.
+    /// Stores the epoch of the map, which was saved with a seal.
     ///
     /// # Errors
     /// If the witness cannot be stored.
     pub(crate) async fn store_map_epoch(&self, epoch: u64) -> store::Result<()> {
-        self.change(|knowledge| std::mem::replace(&mut knowledge.map_epoch, epoch) != epoch).await
+        let note = |knowledge: &mut Knowledge| {
+            let was_sealed = std::mem::replace(&mut knowledge.has_sealed_map, true);
+            std::mem::replace(&mut knowledge.map_epoch, epoch) != epoch || !was_sealed
+        };
+        self.change(note).await
     }
 
     /// Returns the last age of the node that a target has certainly stored; `None` if it is unknown.
@@ -214,13 +257,16 @@ impl NodeWitness {
         state.changes += 1;
     }
 
-    /// Stores that these targets have stored an age of the node.
+    /// Stores that these targets have stored an age of the node, with a seal.
     ///
     /// # Errors
     /// If the witness cannot be stored.
     pub(crate) async fn store_ages(&self, targets: &[Uuid], age: (u64, u64)) -> store::Result<()> {
         let insert = |knowledge: &mut Knowledge| {
-            let differs = |uuid: &Uuid| knowledge.ages.insert(*uuid, age) != Some(age);
+            let differs = |uuid: &Uuid| {
+                let is_first = knowledge.sealed.insert(*uuid);
+                knowledge.ages.insert(*uuid, age) != Some(age) || is_first
+            };
             targets.iter().map(differs).fold(false, |changes, differs| changes | differs)
         };
         self.change(insert).await
@@ -318,6 +364,8 @@ impl StoredWitness {
             targets,
             groups,
             ages: knowledge.ages.clone(),
+            has_sealed_map: knowledge.has_sealed_map,
+            sealed: knowledge.sealed.clone(),
         }
     }
 
@@ -337,8 +385,10 @@ impl StoredWitness {
         (crc == crc32c(body).to_be_bytes()).then_some(())?;
         let content: StoredWitness = match *format {
             FORMAT => postcard::from_bytes(body).ok()?,
-            // The length of an empty map follows.
-            FORMAT_NO_AGES => postcard::from_bytes(&[body, &[0]].concat()).ok()?,
+            // What follows: false, and the length of an empty set.
+            FORMAT_UNSEALED => postcard::from_bytes(&[body, &[0, 0]].concat()).ok()?,
+            // What follows: the length of an empty map, and the same.
+            FORMAT_NO_AGES => postcard::from_bytes(&[body, &[0, 0, 0]].concat()).ok()?,
             _ => return None,
         };
         let known = |index: &u16| usize::from(*index) < content.targets.len();
@@ -354,7 +404,8 @@ impl From<StoredWitness> for Knowledge {
             ((stored.pool, stored.group), WitnessEntry { term: stored.term, in_sync })
         };
         let groups = content.groups.iter().map(entry).collect();
-        Knowledge { node: content.node, map_epoch: content.map_epoch, groups, ages: content.ages }
+        let StoredWitness { node, map_epoch, ages, has_sealed_map, sealed, .. } = content;
+        Knowledge { node, map_epoch, groups, ages, has_sealed_map, sealed }
     }
 }
 
@@ -367,13 +418,26 @@ mod tests {
         let uuid = Uuid::from_u128(1);
         let groups = vec![StoredEntry { pool: 1, group: 2, term: 3, in_sync: vec![0] }];
         let ages = BTreeMap::from([(uuid, (4, 5))]);
-        let new = StoredWitness { node: uuid, counter: 9, map_epoch: 7, targets: vec![uuid], groups, ages };
+        let new = StoredWitness {
+            node: uuid,
+            counter: 9,
+            map_epoch: 7,
+            targets: vec![uuid],
+            groups,
+            ages,
+            has_sealed_map: true,
+            sealed: BTreeSet::from([uuid]),
+        };
         assert_eq!(StoredWitness::decode(&new.encode()).as_ref(), Some(&new));
         let old = (new.node, new.counter, new.map_epoch, new.targets.clone(), new.groups.clone());
+        let unsealed = StoredWitness { has_sealed_map: false, sealed: BTreeSet::new(), ..new.clone() };
+        let body = postcard::to_allocvec(&(&old, &new.ages)).unwrap();
+        let bytes = [MAGIC, &[FORMAT_UNSEALED], &crc32c(&body).to_be_bytes(), &body].concat();
+        assert_eq!(StoredWitness::decode(&bytes).as_ref(), Some(&unsealed));
         let body = postcard::to_allocvec(&old).unwrap();
         let crc = crc32c(&body).to_be_bytes();
         let mut bytes = [MAGIC, &[FORMAT_NO_AGES], &crc, &body].concat();
-        let without_ages = StoredWitness { ages: BTreeMap::new(), ..new };
+        let without_ages = StoredWitness { ages: BTreeMap::new(), ..unsealed };
         assert_eq!(StoredWitness::decode(&bytes), Some(without_ages));
         bytes[HEAD] ^= 1;
         assert_eq!(StoredWitness::decode(&bytes), None);

@@ -19,6 +19,10 @@ pub struct NodeArgs {
     /// directory]
     #[arg(long, global = true, env = "OUTBOARD_CREDENTIALS", value_name = "FILE")]
     pub credentials: Option<PathBuf>,
+    /// File of a capability with which the command accesses objects, from `outboard token issue`
+    /// [default: all rights of the user]
+    #[arg(long, global = true, env = "OUTBOARD_CAPABILITY", value_name = "FILE")]
+    pub capability: Option<PathBuf>,
     /// Network to use: auto (RDMA if both sides support it), tcp, or ofi:PROVIDER, e.g. ofi:verbs
     #[arg(long, global = true, env = "OUTBOARD_NETWORK", value_name = "STACK", default_value = "auto")]
     pub network: messenger::StackChoice,

@@ -31,6 +31,19 @@ pub enum Command {
         about = "List targets, take targets out of use and into use again, and replace lost targets"
     )]
     Target(commands::target::TargetCommand),
+    #[command(subcommand, about = "Create, list and remove tenants")]
+    Tenant(commands::tenant::TenantCommand),
+    #[command(subcommand, about = "Create, list and remove users")]
+    User(commands::user::UserCommand),
+    Grant(commands::user::GrantArgs),
+    Revoke(commands::user::RevokeArgs),
+    #[command(subcommand, about = "Issue and show capabilities with fewer rights")]
+    Token(commands::token::TokenCommand),
+    #[command(subcommand, about = "List and end sessions")]
+    Session(commands::sessions::SessionCommand),
+    Audit(commands::sessions::AuditArgs),
+    #[command(name = "whoami")]
+    WhoAmI(commands::user::WhoAmIArgs),
     Scrub(commands::scrub::ScrubArgs),
     Put(commands::put::PutArgs),
     Get(commands::get::GetArgs),
@@ -61,6 +74,14 @@ pub fn run(cli: Cli) -> Result<()> {
         Command::Status(args) => commands::status::run(args, node),
         Command::Pool(command) => commands::pool::run(command, node),
         Command::Target(command) => commands::target::run(command, node),
+        Command::Tenant(command) => commands::tenant::run(command, node),
+        Command::User(command) => commands::user::run(command, node),
+        Command::Grant(args) => commands::user::grant(args, node),
+        Command::Revoke(args) => commands::user::revoke(args, node),
+        Command::Token(command) => commands::token::run(command, node),
+        Command::Session(command) => commands::sessions::run(command, node),
+        Command::Audit(args) => commands::sessions::audit(args, node),
+        Command::WhoAmI(args) => commands::user::who_am_i(args, node),
         Command::Scrub(args) => commands::scrub::run(args, node),
         Command::Put(args) => commands::put::run(args, node),
         Command::Get(args) => commands::get::run(args, node),

@@ -34,5 +34,9 @@ fn main() -> ExitCode {
 fn report(failure: &node::failure::Failure) -> ExitCode {
     // If standard error is closed, the message is lost.
     let _ = writeln!(std::io::stderr(), "outboard: {}", output::shown_as_error(&failure.to_string()));
-    ExitCode::from(if failure.is_usage() { 2 } else { 1 })
+    ExitCode::from(match (failure.is_usage(), failure.is_refusal()) {
+        (true, _) => 2,
+        (_, true) => 3,
+        _ => 1,
+    })
 }

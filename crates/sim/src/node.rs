@@ -2,11 +2,12 @@
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, UNIX_EPOCH};
 
 use array::{CodingConfig, StripesAt};
+use base::BoxFuture;
 use base::clock::{Instant, WallClock};
 use base::fault::Faults;
 use base::mem::Arena;
@@ -15,11 +16,14 @@ use base::task::spawn_local;
 use base::thread::ThreadClass;
 use channel::sim::{ControlWire, EngineFaults, SimEngine, SimEngineOptions, WireOptions};
 use channel::{SeatClaim, TargetInfo};
+use client::ControlWay;
+use client::engine::InProcess;
+use identity::Caller;
 use messenger::transport::sim::SimNetwork;
 use messenger::{ConnectionConfig, SimStack};
 use node::remount;
 use node::targets::Mounted;
-use osd::{OsdConfig, OsdServer, ShardResources, WitnessAt};
+use osd::{OsdAdministrator, OsdConfig, OsdServer, ShardResources, WitnessAt};
 use proxy::{
     Attachment, AttachmentOptions, LocalServer, ServedTarget, ServerOptions, StoreEndpoint, StoreListener,
 };
@@ -30,7 +34,7 @@ use store::{AbsentStore, BlockStore, Driver, MkfsOptions, MountOptions, ObjectSt
 use tokio::sync::Notify;
 use tokio::time::sleep;
 use uuid::Uuid;
-use wire::{CodingMode, CodingOffload, Placement};
+use wire::{AdminReply, CodingMode, CodingOffload, Placement};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use crate::coverage::{Coverage, SHARDED_STARTS};
@@ -92,6 +96,8 @@ pub struct SimNode {
     /// Whether the osd did not start, so that the operator accepts the loss of the lost drives for its next
     /// start.
     is_refused: Cell<bool>,
+    /// The administrator of the osd that was started last.
+    administrator: Arc<Mutex<Option<OsdAdministrator>>>,
     osd: RoleSlot,
     store: RoleSlot,
 }
@@ -146,6 +152,7 @@ impl SimNode {
             retired: RefCell::default(),
             lost: RefCell::new(vec![false; plan.targets]),
             is_refused: Cell::new(false),
+            administrator: Arc::default(),
             osd: RoleSlot::default(),
             store: RoleSlot::default(),
         })
@@ -429,6 +436,13 @@ impl SimNode {
         &self.witness
     }
 
+    /// Returns the clock of a client, which shows the simulated time.
+    #[must_use]
+    pub fn client_clock(&self) -> WallClock {
+        let began = self.began;
+        WallClock::new(move || UNIX_EPOCH + TIME_OF_DAY + began.elapsed())
+    }
+
     fn wall_clock(&self, role: NodeRole) -> WallClock {
         let (began, offset) = (self.began, Arc::clone(&self.slot(role).clock));
         WallClock::new(move || {
@@ -637,11 +651,28 @@ impl SimNode {
             .collect()
     }
 
+    /// The way to the control plane of the osd that runs at the time of a call.
+    #[must_use]
+    pub fn control(&self) -> ControlWay {
+        let current = Arc::clone(&self.administrator);
+        let administer = move |request, is_repeated| -> BoxFuture<'static, wire::Result<AdminReply>> {
+            match current.lock().unwrap_or_else(PoisonError::into_inner).clone() {
+                Some(administrator) => administrator.administer(Caller::process(), request, is_repeated),
+                None => Box::pin(std::future::ready(Err(wire::Error::Unavailable("no osd runs".into())))),
+            }
+        };
+        ControlWay(Arc::new(InProcess(administer)))
+    }
+
     async fn serve(&self, parts: Vec<ShardParts>) {
         let ready = |started: Result<osd::OsdStarted, osd::StartError>| {
             self.is_refused.set(started.is_err());
             match started {
-                Ok(started) => self.trace.event(format_args!("the osd serves {}", started.endpoint)),
+                Ok(started) => {
+                    self.trace.event(format_args!("the osd serves {}", started.endpoint));
+                    let mut current = self.administrator.lock().unwrap_or_else(PoisonError::into_inner);
+                    *current = Some(started.administrator);
+                }
                 Err(e) => self.trace.event(format_args!("the osd cannot start: {e}")),
             }
         };

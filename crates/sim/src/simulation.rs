@@ -353,6 +353,8 @@ impl Simulation {
     }
 
     async fn connect_with(&self, host: &str, options: Options) -> Client {
+        let (control, clock) = (Some(self.node.control()), self.node.client_clock());
+        let options = Options { control, clock, ..options };
         let stack = Arc::new(stack(&self.plan, &self.network, host));
         loop {
             match Client::connect_over(Arc::clone(&stack) as _, ENDPOINT, options.clone()).await {

@@ -1,14 +1,16 @@
 //! Administrative requests and their replies.
 
 use bytes::Bytes;
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 use uuid::Uuid;
 
-use crate::{CodingMode, NodeStatus, PoolInfo, Redundancy, RoleUsage, ScrubStatus};
+use crate::{
+    AccessGrant, AccountRequest, CodingMode, NodeStatus, PoolInfo, Redundancy, RoleUsage, ScrubStatus,
+    SessionId, TenantInfo, UserInfo,
+};
 
 /// A request of an operator, which administers the node.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[non_exhaustive]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub enum AdminRequest {
     /// Creates a pool.
     PoolCreate {
@@ -18,15 +20,22 @@ pub enum AdminRequest {
         pg_count: u32,
         /// Redundancy scheme of the pool.
         redundancy: Redundancy,
+        /// The pool's tenant; `None` for the caller's tenant.
+        tenant: Option<String>,
     },
-    /// Lists the pools.
-    PoolList,
+    /// Lists the pools of a tenant to which the caller has a right.
+    PoolList {
+        /// The tenant; `None` for the caller's tenant.
+        tenant: Option<String>,
+    },
     /// Removes a pool.
     PoolRemove {
         /// Name of the pool.
         name: Bytes,
         /// Whether to remove a pool that contains objects.
         force: bool,
+        /// The pool's tenant; `None` for the caller's tenant.
+        tenant: Option<String>,
     },
     /// Takes a target out of use, or back into use. Placement groups with redundancy continue
     /// without a target that is out.
@@ -52,6 +61,8 @@ pub enum AdminRequest {
         start: bool,
         /// Whether the new scrub repairs objects whose data is shorter than the recorded size.
         repair: bool,
+        /// The pool's tenant; `None` for the caller's tenant.
+        tenant: Option<String>,
     },
     /// Sets the maximum rate of rebuilds and scrubs, in bytes per second; 0 for no limit.
     SetRebuildRate(u64),
@@ -73,11 +84,32 @@ pub enum AdminRequest {
     },
     /// Asks how much the osd and the store use of their machines.
     Usage,
+    /// Lists or changes tenants and users.
+    Accounts(AccountRequest),
+    /// Asks for a capability of the caller.
+    IssueCapability {
+        /// The rights of the capability; `None` for all rights of the caller.
+        grants: Option<Vec<AccessGrant>>,
+        /// Hash of the holder's key; `None` for the caller's key.
+        key: Option<[u8; 32]>,
+        /// Time for which the capability is valid, in seconds; 0 for the maximum.
+        lifetime_s: u32,
+    },
+    /// Asks who the caller is.
+    WhoAmI,
+    /// Lists the open sessions.
+    ListSessions,
+    /// Ends a session: its connections close, and it cannot be resumed. The client may open another one.
+    KillSession(SessionId),
+    /// Asks for the last entries of the audit log.
+    Audit {
+        /// Maximum number of entries.
+        limit: u32,
+    },
 }
 
 /// Reply to an [`AdminRequest`].
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[non_exhaustive]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub enum AdminReply {
     /// The request was executed and has no result.
     Done,
@@ -93,10 +125,38 @@ pub enum AdminReply {
     Loss(Vec<PoolLoss>),
     /// The use of the node's processes. A store that does not answer in time is missing.
     Usage(Vec<RoleUsage>),
+    /// The tenants, ordered by name.
+    Tenants(Vec<TenantInfo>),
+    /// The users, ordered by name.
+    Users(Vec<UserInfo>),
+    /// A capability.
+    Capability(Bytes),
+    /// The caller.
+    Me(Box<UserInfo>),
+    /// The open sessions, ordered by id.
+    Sessions(Vec<SessionInfo>),
+    /// Entries of the audit log, the oldest first: objects of JSON.
+    Audit(Vec<String>),
+}
+
+/// An open session.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SessionInfo {
+    /// Id of the session.
+    pub id: SessionId,
+    /// Name of the user: `TENANT/USER`.
+    pub user: String,
+    /// Address of the client.
+    pub peer: String,
+    /// Time at which the session was opened, in milliseconds since 1970. After a restart of the osd, the
+    /// time at which it was resumed.
+    pub opened_ms: u64,
+    /// Number of connections; 0 if the client is disconnected.
+    pub connections: u32,
 }
 
 /// What a pool would lose with a target.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct PoolLoss {
     /// Name of the pool.
     pub pool: String,

@@ -177,6 +177,44 @@ pub enum Error {
          without order, or copy them to a new pool (docs/operations.md, \"Pools of earlier versions\")"
     )]
     NotOrdered(String),
+    /// The user has no right to do this.
+    #[error(
+        "{user} has no right to {verb} {place}; an administrator of the tenant can give it: outboard grant {user} --pool \
+         {place} --rights {verb}"
+    )]
+    NotPermitted {
+        /// Name of the user: `TENANT/USER`.
+        user: String,
+        /// The missing right.
+        verb: String,
+        /// The objects: the text form of a [`Scope`](crate::Scope).
+        place: String,
+    },
+    /// Only an administrator of the node may do this.
+    #[error(
+        "{user} may not {what}; only an administrator of the node may, or of the tenant that it concerns"
+    )]
+    NotAdministrator {
+        /// Name of the user: `TENANT/USER`.
+        user: String,
+        /// The refused action.
+        what: String,
+    },
+    /// The osd does not accept the capability of the session, or has none. It executed nothing. Get a new
+    /// capability from the control plane, and open the session with it.
+    #[error("{why}; get a new capability from the control plane")]
+    CapabilityRefused {
+        /// Reason of the refusal.
+        why: String,
+        /// Address of the control plane, if the osd knows it.
+        control: Option<String>,
+    },
+    /// The tenant or user does not exist.
+    #[error("{0} does not exist; check its name with `outboard tenant ls` or `outboard user ls`")]
+    NoSuchAccount(String),
+    /// The tenant or user exists already.
+    #[error("{0} exists already; use it, or choose another name")]
+    AccountExists(String),
     /// Another shard of the osd serves the placement group that the request names. Send the request
     /// again, as the same attempt, to shard `group mod shards`.
     #[error(

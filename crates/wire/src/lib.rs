@@ -9,6 +9,7 @@
 #![forbid(unsafe_code)]
 #![cfg_attr(not(test), deny(clippy::disallowed_methods, clippy::disallowed_types))]
 
+mod accounts;
 mod admin;
 mod bulk;
 mod codec;
@@ -20,12 +21,14 @@ pub mod placement;
 mod redundancy;
 mod reply;
 mod request;
+mod rights;
 mod session;
 mod states;
 mod status;
 mod usage;
 
-pub use admin::{AdminReply, AdminRequest, PoolLoss};
+pub use accounts::{AccountName, AccountRequest, TenantInfo, UserInfo, check_account};
+pub use admin::{AdminReply, AdminRequest, PoolLoss, SessionInfo};
 pub use bulk::{BulkDescriptor, BulkDirection, BulkOwner, BulkSegment, MemoryKind, RemoteMemory};
 pub use codec::{
     DecodeError, VERSION, VERSION_OLDEST, decode_body, decode_head, decode_reply, encode_reply,
@@ -40,6 +43,7 @@ pub use request::{
     Condition, Data, List, Manifest, Mutate, Mutation, ObjectRequest, OpBytes, PartId, Query, QueryOp, Read,
     RequestBody, RequestHead,
 };
+pub use rights::{AccessGrant, RightsError, Scope, Verb, Verbs, Within};
 pub use session::{SessionId, UploadId};
 pub use states::{CodingOffload, OffloadState, Placement};
 pub use status::{

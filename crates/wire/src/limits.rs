@@ -40,6 +40,14 @@ pub const MAX_HEADER: usize = 256 << 10;
 pub const REQUEST_WINDOW: u64 = 1024;
 /// Maximum number of pools of a node.
 pub const MAX_POOLS: usize = 1024;
+/// Maximum length of the name of a tenant or user, in bytes.
+pub const MAX_ACCOUNT_NAME: usize = 32;
+/// Maximum number of tenants of a node.
+pub const MAX_TENANTS: usize = 1024;
+/// Maximum number of users of a node.
+pub const MAX_USERS: usize = 4096;
+/// Maximum number of grants of a user.
+pub const MAX_GRANTS: usize = 64;
 /// Maximum number of placement groups of a pool.
 pub const MAX_PG_COUNT: u32 = 4096;
 /// Default number of placement groups of a pool.

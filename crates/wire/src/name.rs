@@ -31,7 +31,7 @@ pub enum NameError {
     NotUtf8(String),
     /// A part of the name contains a forbidden character.
     #[error(
-        "{what} contains {found}; names of pools and namespaces consist of letters, digits, '.', '_' and '-' and start with a letter or digit, and object names contain no NUL"
+        "{what} contains {found}; names of pools, namespaces, tenants and users consist of letters, digits, '.', '_' and '-' and start with a letter or digit, and object names contain no NUL"
     )]
     BadCharacter {
         /// The part: pool, namespace or object name.
@@ -39,6 +39,9 @@ pub enum NameError {
         /// The character, escaped.
         found: String,
     },
+    /// The name of a user has no `/` between tenant and user.
+    #[error("\"{0}\" has no '/'; write TENANT/USER")]
+    NoUser(String),
     /// The name has no `/` between pool and object.
     #[error("\"{0}\" has no '/'; write POOL[:NAMESPACE]/OBJECT")]
     NoObject(String),
@@ -195,6 +198,13 @@ pub(crate) fn namespace_from_wire(namespace: &[u8]) -> Result<&str, NameError> {
 ///
 /// # Errors
 /// If the namespace is invalid.
+pub(crate) fn check_account_label(name: &str, limit: usize) -> Result<(), NameError> {
+    if name.is_empty() {
+        return Err(NameError::Empty("name of the tenant or user".into()));
+    }
+    check_label("name of the tenant or user", name, limit)
+}
+
 pub(crate) fn check_namespace(namespace: &str) -> Result<(), NameError> {
     check_label("namespace", namespace, MAX_NAMESPACE)
 }
@@ -248,7 +258,7 @@ fn utf8<'a>(what: &str, bytes: &'a [u8]) -> Result<&'a str, NameError> {
     std::str::from_utf8(bytes).map_err(|_| NameError::NotUtf8(what.into()))
 }
 
-fn check_length(what: &str, s: &str, limit: usize) -> Result<(), NameError> {
+pub(crate) fn check_length(what: &str, s: &str, limit: usize) -> Result<(), NameError> {
     if s.len() > limit {
         return Err(NameError::TooLong { what: what.into(), len: s.len(), limit });
     }

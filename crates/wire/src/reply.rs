@@ -3,7 +3,7 @@
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
-use crate::{AdminReply, Manifest, Result, SessionId};
+use crate::{Manifest, Result, SessionId};
 
 /// Reply to one request.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -30,24 +30,21 @@ pub enum ReplyBody {
         /// network addresses. Contains `shard`, and at most [`MAX_SHARDS`](crate::limits::MAX_SHARDS)
         /// ports.
         shards: Vec<u16>,
+        /// Address of the node's control plane (`host:port`); `None` if the node has none. If the
+        /// host is a wildcard address, the control plane is at the host of the osd.
+        control: Option<String>,
     },
     /// The session is closed.
     Closed,
+    /// The session has the new capability.
+    Renewed,
     /// Reply to an [`ObjectRequest`](crate::ObjectRequest).
     Object(ObjectReply),
-    /// Reply to an [`AdminRequest`](crate::AdminRequest).
-    Admin(AdminReply),
 }
 
 impl From<ObjectReply> for ReplyBody {
     fn from(reply: ObjectReply) -> ReplyBody {
         ReplyBody::Object(reply)
-    }
-}
-
-impl From<AdminReply> for ReplyBody {
-    fn from(reply: AdminReply) -> ReplyBody {
-        ReplyBody::Admin(reply)
     }
 }
 

@@ -8,9 +8,7 @@ use crate::limits::{
     MAX_XATTR_VALUE,
 };
 use crate::name::namespace_from_wire;
-use crate::{
-    AdminRequest, BulkDescriptor, Error, ObjectName, PoolName, Result, SessionId, UploadId, WireName,
-};
+use crate::{BulkDescriptor, Error, ObjectName, PoolName, Result, SessionId, UploadId, WireName};
 
 /// First part of every request. With the head alone, the osd can reply with an error if it cannot
 /// decode the rest of the request.
@@ -30,7 +28,6 @@ pub struct RequestHead {
 
 /// Content of a request.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[non_exhaustive]
 #[expect(
     clippy::large_enum_variant,
     reason = "nearly all requests access objects, and a box would cost an allocation per request"
@@ -44,6 +41,15 @@ pub enum RequestBody {
         newest: u16,
         /// Session to resume; `None` opens a new one.
         session: Option<SessionId>,
+        /// The client's capability; empty if it has none yet. The osd refuses the request with
+        /// [`Error::CapabilityRefused`] if it is not valid.
+        capability: Bytes,
+    },
+    /// Replaces the capability of the session on this connection. If the osd refuses the new one, the
+    /// session keeps the old one.
+    Renew {
+        /// The new capability.
+        capability: Bytes,
     },
     /// Ends the session: the client sends no more retries and needs no more results. When the osd
     /// executes later changes in a placement group, it also removes the session's results from that
@@ -52,8 +58,6 @@ pub enum RequestBody {
     CloseSession,
     /// Reads or changes objects.
     Object(ObjectRequest),
-    /// Administers the node.
-    Admin(AdminRequest),
 }
 
 impl From<ObjectRequest> for RequestBody {
@@ -62,15 +66,8 @@ impl From<ObjectRequest> for RequestBody {
     }
 }
 
-impl From<AdminRequest> for RequestBody {
-    fn from(request: AdminRequest) -> RequestBody {
-        RequestBody::Admin(request)
-    }
-}
-
 /// A request about objects.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[non_exhaustive]
 pub enum ObjectRequest {
     /// Changes one object.
     Mutate(Mutate),
@@ -154,7 +151,6 @@ pub enum OpBytes {
 
 /// A check on the object that must succeed before the osd executes any op of the request.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[non_exhaustive]
 pub enum Condition {
     /// The object exists.
     Exists,

@@ -49,6 +49,16 @@ impl fmt::Display for SessionId {
     }
 }
 
+impl std::str::FromStr for SessionId {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<SessionId, String> {
+        let is_valid = text.len() == 32 && text.bytes().all(|byte| byte.is_ascii_hexdigit());
+        let id = is_valid.then(|| u128::from_str_radix(text, 16).ok()).flatten();
+        id.map(SessionId).ok_or_else(|| "the id of a session has 32 hexadecimal digits".to_owned())
+    }
+}
+
 impl fmt::Debug for SessionId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)

@@ -23,6 +23,7 @@ mod connections;
 mod copies;
 mod dma_layer;
 mod ec_layer;
+mod in_process;
 mod osd_layer;
 mod output;
 mod registration_layer;

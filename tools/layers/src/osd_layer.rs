@@ -8,7 +8,7 @@ use base::pool::BufferPool;
 use base::process::ProcessUsage;
 use bytes::Bytes;
 use clap::Args;
-use client::{Client, Object, Options, Pool};
+use client::{Client, Object, Pool};
 use futures::future::try_join_all;
 use messenger::TcpStack;
 use node::failure::{Doing, Result};
@@ -16,6 +16,7 @@ use osd::{OsdConfig, OsdServer, ShardResources};
 use store::{MemStore, ObjectStore};
 use uuid::Uuid;
 
+use crate::in_process;
 use crate::output;
 
 const DOING: &str = "measuring the osd";
@@ -59,7 +60,7 @@ pub fn run(args: &OsdLayerArgs) -> Result<()> {
     let osd = osd.doing("starting an osd")?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().doing(DOING)?;
     let outcome = runtime.block_on(async {
-        let client = Client::connect(osd.endpoint(), Options::default()).await.doing(DOING)?;
+        let client = Client::connect(osd.endpoint(), in_process::options(&osd)).await.doing(DOING)?;
         client.create_pool("bench").await.doing(DOING)?;
         let pool = client.pool("bench").doing(DOING)?;
         output::line("op      size      ops/s     MB/s   osd us/op  all us/op  switches/op");

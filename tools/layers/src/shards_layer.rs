@@ -17,6 +17,7 @@ use osd::{OsdConfig, OsdServer, ShardResources};
 use store::{CollectionId, MemStore, ObjectStore, StoreFuture, StoreRequest, Submit};
 use uuid::Uuid;
 
+use crate::in_process;
 use crate::output;
 
 /// What the command is doing when something fails.
@@ -169,7 +170,7 @@ fn measure(shards: u16, clients: usize, in_flight: usize, args: &ShardsArgs) -> 
     let resources = (0..shards).map(resources).collect::<Result<Vec<_>>>()?;
     let osd = OsdServer::start(resources, Arc::new(TcpStack::default()), "127.0.0.1:0");
     let osd = osd.doing("starting an osd")?;
-    let measured = load(osd.endpoint(), clients, in_flight, args);
+    let measured = load(&osd, clients, in_flight, args);
     osd.stop();
     measured
 }
@@ -187,17 +188,17 @@ struct SharedCounts {
     ops: AtomicU64,
 }
 
-fn load(endpoint: &str, clients: usize, in_flight: usize, args: &ShardsArgs) -> Result<ShardsMeasurement> {
+fn load(osd: &OsdServer, clients: usize, in_flight: usize, args: &ShardsArgs) -> Result<ShardsMeasurement> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().doing(DOING)?;
     let watching = runtime.block_on(async {
-        let client = Client::connect(endpoint, Options::default()).await.doing(DOING)?;
+        let client = Client::connect(osd.endpoint(), in_process::options(osd)).await.doing(DOING)?;
         client.create_pool_with("bench", GROUPS, Redundancy::Single).await.doing(DOING)?;
         Ok(client)
     })?;
     let counts = Arc::new(SharedCounts::default());
     let workers: Vec<_> = (0..clients)
         .map(|number| {
-            let (endpoint, counts) = (endpoint.to_owned(), Arc::clone(&counts));
+            let (endpoint, counts) = (osd.endpoint().to_owned(), Arc::clone(&counts));
             let size = args.size;
             thread::spawn(move || work(&endpoint, number, size, in_flight, &counts))
         })

@@ -1,5 +1,7 @@
 //! Administrative requests: pools, targets and the status of a node.
 
+use base::BoxFuture;
+use control::{ControlClient, ControlError};
 use tokio::time::Instant;
 use wire::{AdminReply, AdminRequest};
 
@@ -11,4 +13,50 @@ pub trait Administration: Send + Sync {
     /// Executes an administrative request. The implementation may refuse some of the requests with
     /// [`Error::Unsupported`](crate::Error::Unsupported).
     fn administer(&self, request: AdminRequest, deadline: Instant) -> BoxCall<'_, AdminReply>;
+}
+
+/// The way to a node's control plane. [`ControlClient`] uses gRPC; a simulation has its own way.
+pub trait ControlPlane: Send + Sync {
+    /// Makes one attempt of an administrative request. `endpoint` is the address of the control plane,
+    /// if the node has told one. `is_repeated` says whether an earlier attempt may have taken effect.
+    fn administer<'a>(
+        &'a self,
+        endpoint: Option<&'a str>,
+        request: AdminRequest,
+        is_repeated: bool,
+    ) -> BoxFuture<'a, Result<AdminReply, ControlError>>;
+}
+
+impl ControlPlane for ControlClient {
+    fn administer<'a>(
+        &'a self,
+        endpoint: Option<&'a str>,
+        request: AdminRequest,
+        is_repeated: bool,
+    ) -> BoxFuture<'a, Result<AdminReply, ControlError>> {
+        let Some(endpoint) = endpoint else {
+            return Box::pin(std::future::ready(Err(ControlError::NotOffered)));
+        };
+        Box::pin(self.administer(endpoint, request, is_repeated))
+    }
+}
+
+/// The control plane of an osd in the same process, for tests, simulations and measurements. The
+/// function executes a request of the process itself; its second argument says whether an earlier attempt may have taken
+/// effect.
+pub struct InProcess<F>(pub F);
+
+impl<F> ControlPlane for InProcess<F>
+where
+    F: Fn(AdminRequest, bool) -> BoxFuture<'static, wire::Result<AdminReply>> + Send + Sync,
+{
+    fn administer<'a>(
+        &'a self,
+        _: Option<&'a str>,
+        request: AdminRequest,
+        is_repeated: bool,
+    ) -> BoxFuture<'a, Result<AdminReply, ControlError>> {
+        let administered = (self.0)(request, is_repeated);
+        Box::pin(async { Ok(administered.await?) })
+    }
 }

@@ -392,14 +392,14 @@ impl Model {
 
     fn administer(&mut self, request: &AdminRequest) -> Result<AdminReply> {
         match request {
-            AdminRequest::PoolCreate { name, pg_count, redundancy } => {
+            AdminRequest::PoolCreate { name, pg_count, redundancy, tenant: None } => {
                 self.create_pool(name, *pg_count, *redundancy)?;
                 Ok(AdminReply::Done)
             }
-            AdminRequest::PoolList => {
+            AdminRequest::PoolList { tenant: None } => {
                 Ok(AdminReply::Pools(self.pools.values().map(|pool| pool.info.clone()).collect()))
             }
-            AdminRequest::PoolRemove { name, force } => {
+            AdminRequest::PoolRemove { name, force, tenant: None } => {
                 let name = PoolName::from_wire(name).map_err(E::from)?.to_string();
                 if !self.pool(&name)?.objects.is_empty() && !force {
                     return Err(E::PoolNotEmpty(name).into());

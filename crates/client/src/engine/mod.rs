@@ -30,7 +30,7 @@ use wire::{List, Listed, Mutated, Query, QueryAnswer, UploadId};
 
 use crate::{Error, Result};
 
-pub use administration::Administration;
+pub use administration::{Administration, ControlPlane, InProcess};
 pub use capability::{Capabilities, Capability};
 pub use faulty::{FaultCounts, FaultRates, FaultyEngine};
 pub use limits::EngineLimits;

@@ -186,9 +186,6 @@ pub fn check_conditions<C: Content>(
                 Some(object) => object.data.has_bytes(*offset, bytes),
                 None => false,
             },
-            other => {
-                return Err(E::BadRequest(format!("the model does not support {other:?}")).into());
-            }
         };
         if !holds {
             let index = u16::try_from(index).unwrap_or(u16::MAX);

@@ -8,8 +8,10 @@ use std::thread::JoinHandle;
 use base::BoxFuture;
 use base::thread::ThreadClass;
 use base::watch;
+use control::{ControlListener, ControlServer};
 use futures::FutureExt;
 use futures::future::LocalBoxFuture;
+use osd::{AuditSink, Directory, OsdAdministrator};
 use store::{BlockStore, MountOptions, RemountedStore};
 use tokio::runtime::Runtime;
 use tokio::sync::{mpsc, oneshot};
@@ -17,6 +19,7 @@ use tokio::task::LocalSet;
 use uuid::Uuid;
 
 use crate::announce::Ready;
+use crate::audit_file::{AUDIT_LOG, AuditFile};
 use crate::coding;
 use crate::config::Config;
 use crate::cpus::{ChannelSide, Cpus, ThreadCount};
@@ -79,6 +82,11 @@ async fn serve(
     // The role runs in the node's directory.
     let keys = NodeKeys::settle(Path::new("")).doing("reading the node's keys")?;
     let listen = listen.unwrap_or_else(|| config.listen.clone());
+    let control_address = config.control.address(&listen);
+    let control = ControlListener::bind(&control_address).map_err(|e| {
+        let why = format!("{e}; choose another address with control.listen");
+        Failure::new(format!("serving the control plane at {control_address}"), why)
+    })?;
     let shards = shard_count(&config, cpus, &listen)?;
     let listen = port::settle(&listen, shards);
     let stores = match stores {
@@ -100,6 +108,9 @@ async fn serve(
         }
     };
     let checkpoints = targets::checkpoints(&mounted);
+    let users = Directory::default();
+    let audit = AuditFile::start(Path::new(AUDIT_LOG), process.config.log.audit_size.0);
+    let audit: Arc<dyn AuditSink> = Arc::new(audit.doing("opening the audit log")?);
     let common = ShardCommon {
         stores,
         config: Arc::new(process.config),
@@ -107,11 +118,19 @@ async fn serve(
         expected,
         run: base::entropy::uuid().as_u128(),
         shards,
-        trust: keys.trust(),
+        trust: keys.trust(users.clone(), Arc::clone(&audit)),
+        users,
+        audit,
         dpu_key: keys.dpu_key().clone(),
+        control: control.address(),
     };
     let heartbeats = process.heartbeat.map(|heartbeat| (heartbeat, checkpoints.clone()));
     let mut shards = ShardThreads::start(&common, &listen, heartbeats.as_ref())?;
+    let administrator = shards.administrator.clone();
+    let administer =
+        move |caller, request, is_repeated| administrator.administer(caller, request, is_repeated);
+    let control = ControlServer::start(control, common.trust.clone(), Arc::new(administer));
+    let control = control.doing("starting the control plane")?;
     let ready = loop {
         tokio::select! {
             biased;
@@ -148,6 +167,7 @@ async fn serve(
         never = remount::keep_mounted(&mut mounted, mount, replace) => match never {},
     }
     role::stopping();
+    drop(control);
     shards.stop();
     targets::unmount(mounted).await.doing("unmounting targets")
 }
@@ -193,6 +213,7 @@ struct ShardThreads {
     ended: mpsc::UnboundedReceiver<Result<()>>,
     stop: watch::Sender<bool>,
     threads: Vec<JoinHandle<()>>,
+    administrator: OsdAdministrator,
 }
 
 impl ShardThreads {
@@ -205,6 +226,7 @@ impl ShardThreads {
         let (tell, ended) = mpsc::unbounded_channel();
         let stop = watch::Sender::new(false);
         let (first, further) = osd::shards(common.shards);
+        let administrator = first.administrator();
         let mut threads = Vec::new();
         let mut start = |number: u16, serve: ServeShard| {
             let mut stopped = stop.subscribe();
@@ -234,7 +256,7 @@ impl ShardThreads {
                 move |stop: StopShard| request_side::serve_further(number, shard, common, stop).boxed_local();
             start(number, Box::new(serve))?;
         }
-        Ok(ShardThreads { ready, ended, stop, threads })
+        Ok(ShardThreads { ready, ended, stop, threads, administrator })
     }
 
     fn stop(self) {

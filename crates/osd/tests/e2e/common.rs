@@ -1,7 +1,7 @@
 //! A node in the test's process: an osd over memory stores that can be made to fail, and its
 //! clients.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -11,16 +11,18 @@ use base::mem::Arena;
 use base::phases::{self, Phase};
 use base::pool::BufferPool;
 use bytes::Bytes;
-use client::engine::{Engine, NativeEngine};
-use client::{Client, Object, Options, Pool, Redundancy};
+use client::engine::{Engine, InProcess, NativeEngine};
+use client::{Client, ControlWay, Object, Options, Pool, Redundancy};
+use identity::Caller;
 use messenger::{NetworkStack, StackChoice, StackOptions, UseAs};
-use osd::{OsdConfig, OsdServer, ShardResources};
+use osd::{OsdAdministrator, OsdConfig, OsdServer, ShardResources};
 use store::{
     MemStore, MetadataQuery, ObjectStore, Op, StageId, StoreError, StoreFuture, StoreRequest, Submit,
     Transaction, WriteSource, check_incarnation, ready,
 };
 use tokio::sync::watch;
 use uuid::Uuid;
+use wire::{AdminReply, AdminRequest};
 
 /// Fault that hits the next transaction that changes an object's data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -439,6 +441,41 @@ pub(crate) struct Node {
     pub(crate) endpoint: String,
     /// Numbers of shards: the first for the next start of the osd, and so on in turn.
     pub(crate) shards: VecDeque<u16>,
+    /// The administrator of the osd that was started last.
+    administrator: CurrentAdministrator,
+}
+
+/// The administrator of the osd that was started last.
+pub(crate) type CurrentAdministrator = Arc<Mutex<Option<OsdAdministrator>>>;
+
+/// The administrators of the osds that the tests have started, by the endpoints.
+static ADMINISTRATORS: Mutex<BTreeMap<String, OsdAdministrator>> = Mutex::new(BTreeMap::new());
+
+/// Notes the administrator of an osd, so that [`capability`] finds it.
+pub(crate) fn register(endpoint: &str, administrator: &OsdAdministrator) {
+    ADMINISTRATORS.lock().unwrap().insert(endpoint.to_owned(), administrator.clone());
+}
+
+/// Returns a capability of the process for the osd at an endpoint; empty if no test has registered it.
+pub(crate) async fn capability(endpoint: &str) -> Bytes {
+    let administrator = ADMINISTRATORS.lock().unwrap().get(endpoint).cloned();
+    let Some(administrator) = administrator else { return Bytes::new() };
+    let request = AdminRequest::IssueCapability { grants: None, key: None, lifetime_s: 0 };
+    match administrator.administer(Caller::process(), request, false).await {
+        Ok(AdminReply::Capability(issued)) => issued,
+        other => panic!("{other:?}"),
+    }
+}
+
+/// Returns the options of a client whose administrative requests go to `current`.
+pub(crate) fn administered(options: Options, current: &CurrentAdministrator) -> Options {
+    let current = Arc::clone(current);
+    let administer = move |request, is_repeated| {
+        let administrator = current.lock().unwrap().clone();
+        administrator.expect("the osd was started").administer(Caller::process(), request, is_repeated)
+    };
+    let control = Some(ControlWay(Arc::new(InProcess(administer))));
+    Options { stack: network(), control, ..options }
 }
 
 /// Returns the numbers of shards of the osds: 1, unless `OUTBOARD_TEST_SHARDS` names other numbers,
@@ -506,11 +543,12 @@ impl Node {
         let shards = shard_counts();
         let endpoint =
             if shards.iter().all(|count| *count == 1) { "127.0.0.1:0".into() } else { free_endpoint() };
-        Node { stores, uuids, staging, config, osd: None, endpoint, shards }
+        let administrator = Arc::default();
+        Node { stores, uuids, staging, config, osd: None, endpoint, shards, administrator }
     }
 
     /// Returns what each shard of the next osd works with.
-    fn resources(&self) -> Vec<ShardResources> {
+    pub(crate) fn resources(&self) -> Vec<ShardResources> {
         let shard = |number| {
             let arena = || Arena::anonymous(STAGING).unwrap();
             let staging =
@@ -544,6 +582,8 @@ impl Node {
             }
         };
         self.endpoint = osd.endpoint().to_owned();
+        register(&self.endpoint, osd.administrator());
+        *self.administrator.lock().unwrap() = Some(osd.administrator().clone());
         self.osd = Some(osd);
         self.shards.rotate_left(1);
     }
@@ -553,13 +593,17 @@ impl Node {
     }
 
     pub(crate) async fn client_with(&self, options: Options) -> Client {
-        let options = Options { stack: network(), ..options };
-        Client::connect(&self.endpoint, options).await.unwrap()
+        Client::connect(&self.endpoint, self.options(options)).await.unwrap()
+    }
+
+    /// Returns the options of a client of this node.
+    pub(crate) fn options(&self, options: Options) -> Options {
+        administered(options, &self.administrator)
     }
 
     /// Returns an engine with a session of its own.
     pub(crate) async fn engine(&self) -> Arc<dyn Engine> {
-        let options = Options { stack: network(), ..Options::default() };
+        let options = self.options(Options::default());
         Arc::new(NativeEngine::connect(&self.endpoint, &options).await.unwrap())
     }
 

@@ -3,6 +3,7 @@
 
 use base::block::Payload;
 use bytes::Bytes;
+use identity::Caller;
 use messenger::{ConnectOptions, Message};
 use wire::limits::{MAX_OBJECT_SIZE, MAX_OPS};
 use wire::{
@@ -153,24 +154,6 @@ async fn invalid_requests_are_refused_with_a_matching_error() {
             matches!(e, Error::NoSuchPool(_))
         }),
         (
-            "bad pool name",
-            RequestBody::Admin(AdminRequest::PoolCreate {
-                name: "a/b".into(),
-                pg_count: 0,
-                redundancy: wire::Redundancy::Single,
-            }),
-            |e| matches!(e, Error::BadName(_)),
-        ),
-        (
-            "number of groups that is no power of two",
-            RequestBody::Admin(AdminRequest::PoolCreate {
-                name: "ab".into(),
-                pg_count: 3,
-                redundancy: wire::Redundancy::Single,
-            }),
-            |e| matches!(e, Error::OutOfRange { .. }),
-        ),
-        (
             "sink of the wrong direction",
             RequestBody::Object(ObjectRequest::Read(read(Some(descriptor(BulkDirection::Read, 0, &[4096]))))),
             |e| matches!(e, Error::BadRequest(_)),
@@ -183,6 +166,14 @@ async fn invalid_requests_are_refused_with_a_matching_error() {
         let refused = raw.call(head(seq), body).await.expect_err(what);
         assert!(expected(&refused), "{what}: {refused:?}");
     }
+    let administrator = node.osd.as_ref().unwrap().administrator();
+    let create = |name: &'static str, pg_count| {
+        let (name, redundancy) = (name.into(), wire::Redundancy::Single);
+        let request = AdminRequest::PoolCreate { name, pg_count, redundancy, tenant: None };
+        administrator.administer(Caller::process(), request, false)
+    };
+    assert!(matches!(create("a/b", 0).await, Err(Error::BadName(_))));
+    assert!(matches!(create("ab", 3).await, Err(Error::OutOfRange { .. })), "no power of two");
     still_works(&node).await;
 }
 
@@ -248,7 +239,11 @@ async fn an_invalid_body_gets_an_error_reply_and_an_invalid_head_ends_the_connec
 async fn requests_need_a_session_with_a_common_protocol_version() {
     let node = Node::start();
     let _object = node.object().await;
-    let open = |oldest, newest, session| RequestBody::Open { oldest, newest, session };
+    let capability = crate::common::capability(&node.endpoint).await;
+    let open = |oldest, newest, session| {
+        let capability = capability.clone();
+        RequestBody::Open { oldest, newest, session, capability }
+    };
     let unopened = async |body: RequestBody| {
         let stack = crate::common::stack(messenger::UseAs::Client);
         let (connection, mut incoming) =
@@ -280,8 +275,8 @@ async fn a_connection_that_opens_many_sessions_occupies_only_one_slot() {
     let _object = node.object().await;
     let mut raw = Raw::connect(&node.endpoint, None).await;
     for seq in 1..=20 {
-        let (oldest, newest) = (wire::VERSION_OLDEST, wire::VERSION);
-        raw.call(head(seq), RequestBody::Open { oldest, newest, session: None }).await.unwrap();
+        let open = raw.opening(None);
+        raw.call(head(seq), open).await.unwrap();
     }
     let mut others = Vec::new();
     for _ in 0..3 {

@@ -13,6 +13,7 @@ mod pending;
 mod raw;
 mod redundancy;
 mod retry;
+mod rights;
 mod sessions;
 mod staging;
 mod striping;

@@ -1,7 +1,7 @@
 //! Tests with networks that break and clients that stall.
 
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use base::BoxFuture;
@@ -10,12 +10,12 @@ use client::{Client, Error, Options};
 use futures::future::{join_all, pending};
 use messenger::transport::sim::{SimFaults, SimRoute};
 use messenger::{BulkSource, ConnectionConfig, SimStack};
-use osd::{OsdConfig, OsdServer, ShardResources};
+use osd::{OsdConfig, OsdServer, OsdStarted, ShardResources};
 use tokio::sync::oneshot;
 use tokio::task::LocalSet;
 use wire::{Data, Mutation, OpBytes};
 
-use crate::common::{Node, data, seed};
+use crate::common::{Node, administered, data, seed};
 use crate::raw::{Raw, head, mutate};
 
 /// Everything runs in one thread and on simulated time, so that the seed replays the run.
@@ -48,8 +48,9 @@ async fn each_append_takes_effect_once_over_a_network_that_breaks_often() {
         OsdServer::serve_on_one_thread(resources, listening, "*", ready, stop).await;
     });
     let work = async {
-        let endpoint = endpoint.await.unwrap().unwrap().endpoint;
-        let options = || Options { inline_max: 1000, ..Options::default() };
+        let OsdStarted { endpoint, administrator, .. } = endpoint.await.unwrap().unwrap();
+        let current = Arc::new(Mutex::new(Some(administrator)));
+        let options = || administered(Options { inline_max: 1000, ..Options::default() }, &current);
         let connect = async || loop {
             // The network may refuse an attempt to connect.
             if let Ok(client) = Client::connect_over(stack.clone(), &endpoint, options()).await {

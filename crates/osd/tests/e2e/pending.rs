@@ -3,7 +3,7 @@
 use base::block::Payload;
 use bytes::Bytes;
 use client::{Error, NodeError, Object};
-use wire::{AdminRequest, Data, Mutation, ObjectReply, OpBytes, ReplyBody, RequestBody};
+use wire::{Data, List, Mutation, ObjectReply, ObjectRequest, OpBytes, ReplyBody, RequestBody};
 
 use crate::common::{Node, data};
 use crate::raw::{Raw, append, head, mutate};
@@ -34,13 +34,18 @@ async fn while_pending<T>(
     let following = async {
         node.waited(1).await;
         raw.send(wire::encode_request(&head(1), &then), Payload::default()).await;
-        // Requests of one connection begin in order. Once the listing of pools is answered, the
-        // request `then` has therefore progressed as far as it can.
-        raw.send(
-            wire::encode_request(&head(2), &RequestBody::Admin(AdminRequest::PoolList)),
-            Payload::default(),
-        )
-        .await;
+        // Requests of one connection begin in order. Once the listing of a missing pool is refused,
+        // the request `then` has therefore progressed as far as it can.
+        let refused = RequestBody::Object(ObjectRequest::List(List {
+            pool: "missing".into(),
+            namespace: None,
+            prefix: Default::default(),
+            group: None,
+            cursor: Default::default(),
+            limit: 1,
+            skip_unavailable: false,
+        }));
+        raw.send(wire::encode_request(&head(2), &refused), Payload::default()).await;
         assert_eq!(raw.reply().await.unwrap().seq, 2);
         node.hold(false);
         raw.reply().await.unwrap().result

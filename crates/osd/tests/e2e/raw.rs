@@ -18,6 +18,7 @@ pub(crate) struct Raw {
     /// The shard of the connection, and the ports of all shards.
     shard: u16,
     shards: Vec<u16>,
+    pub(crate) capability: Bytes,
 }
 
 /// Returns the head of a request's first attempt.
@@ -50,11 +51,16 @@ pub(crate) fn mutate(object: &str, ops: Vec<Mutation>, data: Data) -> RequestBod
 
 impl Raw {
     pub(crate) async fn connect(endpoint: &str, session: Option<SessionId>) -> Raw {
+        Raw::connect_with(endpoint, session, crate::common::capability(endpoint).await).await
+    }
+
+    async fn connect_with(endpoint: &str, session: Option<SessionId>, capability: Bytes) -> Raw {
         let stack = crate::common::stack(UseAs::Client);
         let (connection, incoming) = stack.connect(endpoint, ConnectOptions::default()).await.unwrap();
         let (session_id, endpoint) = (SessionId(0), endpoint.to_owned());
-        let mut raw = Raw { connection, incoming, session: session_id, endpoint, shard: 0, shards: vec![] };
-        let open = RequestBody::Open { oldest: wire::VERSION_OLDEST, newest: wire::VERSION, session };
+        let mut raw =
+            Raw { connection, incoming, session: session_id, endpoint, shard: 0, shards: vec![], capability };
+        let open = raw.opening(session);
         match raw.call_here(head(0), &open).await.unwrap() {
             ReplyBody::Opened { session, shard, shards, .. } => {
                 (raw.session, raw.shard, raw.shards) = (session, shard, shards);
@@ -62,6 +68,12 @@ impl Raw {
             other => panic!("{other:?}"),
         }
         raw
+    }
+
+    /// Returns a request that opens or resumes a session.
+    pub(crate) fn opening(&self, session: Option<SessionId>) -> RequestBody {
+        let (oldest, newest, capability) = (wire::VERSION_OLDEST, wire::VERSION, self.capability.clone());
+        RequestBody::Open { oldest, newest, session, capability }
     }
 
     /// Sends a request, to one shard after another until the right one answers.
@@ -80,7 +92,7 @@ impl Raw {
         let next = (usize::from(self.shard) + 1) % self.shards.len();
         let (host, _) = self.endpoint.rsplit_once(':').unwrap();
         let endpoint = format!("{host}:{}", self.shards[next]);
-        *self = Box::pin(Raw::connect(&endpoint, Some(self.session))).await;
+        *self = Box::pin(Raw::connect_with(&endpoint, Some(self.session), self.capability.clone())).await;
     }
 
     async fn call_here(&mut self, head: RequestHead, body: &RequestBody) -> wire::Result<ReplyBody> {

@@ -17,8 +17,8 @@ use store::simulation::{RecordedDrive, SimStore};
 use store::{CollectionId, ObjectId, Op, StoreCalls, StoreError, Transaction};
 use uuid::Uuid;
 use wire::{
-    AdminReply, AdminRequest, Error, Mutated, Mutation, ObjectReply, ObjectRequest, OpBytes, PartId, Reply,
-    ReplyBody, RequestBody, RequestHead, SessionId, UploadId,
+    Error, Mutated, Mutation, ObjectReply, ObjectRequest, OpBytes, PartId, Query, QueryAnswer, QueryOp,
+    Reply, ReplyBody, RequestBody, RequestHead, SessionId, UploadId,
 };
 
 use crate::common::{FaultStore, Node, Watch, network, stack};
@@ -97,7 +97,7 @@ impl Raw {
 
     /// Opens another session on the same connection.
     async fn open_another(&mut self) {
-        let open = RequestBody::Open { oldest: wire::VERSION_OLDEST, newest: wire::VERSION, session: None };
+        let open = self.opening(None);
         match self.call(head(0), open).await.unwrap() {
             ReplyBody::Opened { session, .. } => self.session = session,
             other => panic!("{other:?}"),
@@ -399,9 +399,8 @@ async fn a_client_waits_for_its_session_while_the_node_has_too_many_sessions() {
     };
     let (second, ()) = tokio::join!(second, freed);
     assert!(second.pools().await.is_ok());
-    let hurried =
-        Options { stack: network(), connect_timeout: Duration::from_millis(100), ..Options::default() };
-    let third = Client::connect(&node.endpoint, hurried).await;
+    let hurried = Options { connect_timeout: Duration::from_millis(100), ..Options::default() };
+    let third = Client::connect(&node.endpoint, node.options(hurried)).await;
     assert!(matches!(third, Err(client::Error::Node(Error::Busy { .. }))), "{third:?}");
 }
 
@@ -422,7 +421,7 @@ async fn a_client_whose_session_is_unknown_to_the_node_opens_a_new_session() {
     node.restart();
     // The query can be repeated in a new session, so its answer shows that the client has one. A
     // change that was sent in the old session would have an unknown outcome.
-    client.pools().await.unwrap();
+    ask(&client).await.unwrap().unwrap();
     object.append("after").await.unwrap();
     assert_ne!(format!("{client:?}"), session, "the client has a new session");
     assert_eq!(object.get().await.unwrap(), "beforeafter");
@@ -472,7 +471,8 @@ impl Script {
     }
 
     async fn open(&self, session: SessionId) {
-        let opened = ReplyBody::Opened { version: wire::VERSION, session, shard: 0, shards: vec![1] };
+        let opened =
+            ReplyBody::Opened { version: wire::VERSION, session, shard: 0, shards: vec![1], control: None };
         self.answer(0, Ok(opened)).await;
     }
 
@@ -487,6 +487,14 @@ fn session(number: u32) -> SessionId {
 
 const MUTATED: Mutated = Mutated { version: 1, size: 1, appended_at: 0 };
 
+/// Sends a query.
+fn ask(client: &Client) -> tokio::task::JoinHandle<client::Result<Vec<QueryAnswer>>> {
+    let client = client.clone();
+    let name = "pool/object".parse::<wire::ObjectName>().unwrap().to_wire();
+    let query = Query { name, conditions: vec![], ops: vec![QueryOp::Stat] };
+    tokio::spawn(async move { client.query(query).await })
+}
+
 /// Connects a client to the scripted node with a session, and sends a change and a query that the
 /// node does not answer yet.
 async fn two_under_way(
@@ -495,7 +503,7 @@ async fn two_under_way(
 ) -> (
     Client,
     tokio::task::JoinHandle<client::Result<Mutated>>,
-    tokio::task::JoinHandle<client::Result<Vec<client::PoolInfo>>>,
+    tokio::task::JoinHandle<client::Result<Vec<QueryAnswer>>>,
 ) {
     let options = Options { stack: network(), ..Options::default() };
     let connecting = Client::connect(endpoint, options);
@@ -508,9 +516,8 @@ async fn two_under_way(
     let object = client.pool("pool").unwrap().object("object").unwrap();
     let change = tokio::spawn(async move { object.append("x").await });
     assert!(matches!(script.request().await, (_, RequestBody::Object(ObjectRequest::Mutate(_)))));
-    let asking = client.clone();
-    let question = tokio::spawn(async move { asking.pools().await });
-    assert!(matches!(script.request().await, (_, RequestBody::Admin(AdminRequest::PoolList))));
+    let question = ask(&client);
+    assert!(matches!(script.request().await, (_, RequestBody::Object(ObjectRequest::Query(_)))));
     (client, change, question)
 }
 
@@ -535,12 +542,9 @@ async fn when_a_session_is_refused_sent_changes_fail_as_unknown_and_queries_are_
     assert_eq!(script.opening().await, None, "the client asks for a new session");
     script.open(session(2)).await;
     let (asked, body) = script.request().await;
-    assert_eq!(
-        body,
-        RequestBody::Admin(AdminRequest::PoolList),
-        "the query is sent again, the change is not"
-    );
-    script.answer(asked.seq, Ok(ReplyBody::Admin(AdminReply::Pools(Vec::new())))).await;
+    let is_query = matches!(body, RequestBody::Object(ObjectRequest::Query(_)));
+    assert!(is_query, "the query is sent again, the change is not");
+    script.answer(asked.seq, Ok(ReplyBody::Object(ObjectReply::Queried(Vec::new())))).await;
     assert_eq!(question.await.unwrap().unwrap(), []);
     let object = client.pool("pool").unwrap().object("object").unwrap();
     let next = tokio::spawn(async move { object.append("y").await });
@@ -574,7 +578,7 @@ async fn a_change_that_waits_for_its_retry_is_not_sent_in_a_new_session() {
     script.answer(0, Err(refused)).await;
     assert_eq!(script.opening().await, None);
     script.open(session(2)).await;
-    assert_eq!(script.request().await.1, RequestBody::Admin(AdminRequest::PoolList));
+    assert!(matches!(script.request().await.1, RequestBody::Object(ObjectRequest::Query(_))));
     assert!(matches!(change.await.unwrap(), Err(client::Error::OutcomeUnknown(_))));
     question.abort();
 }
@@ -592,10 +596,9 @@ async fn a_client_refused_for_its_version_works_once_the_node_supports_the_versi
     assert!(matches!(refused, client::Error::Node(Error::WrongVersion { .. })), "{refused}");
     assert_eq!(script.opening().await, Some(session(1)), "the client keeps its session to ask for results");
     script.open(session(1)).await;
-    let asking = client.clone();
-    let question = tokio::spawn(async move { asking.pools().await });
+    let question = ask(&client);
     let (asked, _) = script.request().await;
-    script.answer(asked.seq, Ok(ReplyBody::Admin(AdminReply::Pools(Vec::new())))).await;
+    script.answer(asked.seq, Ok(ReplyBody::Object(ObjectReply::Queried(Vec::new())))).await;
     assert_eq!(question.await.unwrap().unwrap(), []);
 }
 

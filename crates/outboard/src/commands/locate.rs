@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use client::Options;
-use identity::{Credentials, Trust};
+use identity::Credentials;
 use node::dir::NodeDir;
 use node::failure::{Doing, Failure, Result};
 use node::node_keys;
@@ -25,15 +25,27 @@ pub fn root(args: &NodeArgs) -> PathBuf {
 /// # Errors
 /// If there are no credentials, or if they cannot be used.
 pub fn connecting(args: &NodeArgs, options: Options) -> Result<Options> {
-    Ok(Options { trust: trust(args)?, stack: args.network.clone(), source: args.bind, ..options })
+    let file = credentials_file(args)?;
+    let trust = Credentials::load(&file).doing("reading the credentials")?.trust();
+    // The next command with these credentials need not get a capability again.
+    let capability_file = Some(file.with_extension("capability"));
+    let given = args.capability.as_ref().map(std::fs::read).transpose();
+    let capability = given.doing("reading the capability")?.map(bytes::Bytes::from);
+    Ok(Options {
+        trust,
+        capability,
+        capability_file,
+        stack: args.network.clone(),
+        source: args.bind,
+        ..options
+    })
 }
 
-/// Returns the identity with which the command connects to the node: the credentials of
+/// Returns the file with the identity with which the command connects to the node: the credentials of
 /// `--credentials` or `OUTBOARD_CREDENTIALS`, or else those in the node's directory.
-fn trust(args: &NodeArgs) -> Result<Trust> {
-    let doing = "reading the credentials";
-    let path = match &args.credentials {
-        Some(path) => path.clone(),
+pub fn credentials_file(args: &NodeArgs) -> Result<PathBuf> {
+    match &args.credentials {
+        Some(path) => Ok(path.clone()),
         None => {
             let path = node_keys::credentials_path(&root(args));
             if !path.exists() {
@@ -42,12 +54,11 @@ fn trust(args: &NodeArgs) -> Result<Trust> {
                      directory of a node on this machine with --dir",
                     path.display()
                 );
-                return Err(Failure::new(doing, why));
+                return Err(Failure::new("reading the credentials", why));
             }
-            path
+            Ok(path)
         }
-    };
-    Ok(Credentials::load(&path).doing(doing)?.trust())
+    }
 }
 
 /// Returns the node's address for clients: the value of `--endpoint` or `OUTBOARD_ENDPOINT`, or

@@ -16,11 +16,15 @@ pub mod put;
 pub mod rm;
 pub mod scrub;
 mod session;
+pub mod sessions;
 pub mod stat;
 pub mod status;
 pub mod store;
 pub mod target;
+pub mod tenant;
+pub mod token;
 pub mod up;
+pub mod user;
 
 /// Returns the client options that all commands use. With the default timeouts, a command continues
 /// across the restart of any role of the node.

@@ -36,10 +36,16 @@ pub enum PoolCommand {
         /// of 4KiB [default: 64KiB; less for more than 32 data fragments]
         #[arg(long, value_name = "SIZE")]
         stripe_unit: Option<ByteSize>,
+        /// Tenant of the pool [default: your tenant]
+        #[arg(long, value_name = "TENANT")]
+        tenant: Option<String>,
     },
     /// List the pools
     #[command(after_help = "Examples:\n  outboard pool ls\n  outboard pool ls --json")]
     Ls {
+        /// Tenant whose pools to list [default: your tenant, and only pools to which you have a right]
+        #[arg(long, value_name = "TENANT")]
+        tenant: Option<String>,
         /// Print JSON
         #[arg(long)]
         json: bool,
@@ -52,13 +58,17 @@ pub enum PoolCommand {
         /// Remove the pool even if it contains objects; this removes the objects, too
         #[arg(long)]
         force: bool,
+        /// Tenant of the pool [default: your tenant]
+        #[arg(long, value_name = "TENANT")]
+        tenant: Option<String>,
     },
 }
 
 /// Runs the command.
 pub fn run(command: PoolCommand, node: &NodeArgs) -> Result<()> {
     session::run(node, super::options(), async |client| match command {
-        PoolCommand::Create { name, pg_count, redundancy, stripe_unit } => {
+        PoolCommand::Create { name, pg_count, redundancy, stripe_unit, tenant } => {
+            let client = client.in_tenant(tenant);
             let doing = format!("creating pool {name}");
             let redundancy =
                 striped(redundancy, stripe_unit).map_err(|e| Failure::usage(doing.clone(), e))?;
@@ -68,11 +78,11 @@ pub fn run(command: PoolCommand, node: &NodeArgs) -> Result<()> {
                 e => Failure::new(doing, e),
             })
         }
-        PoolCommand::Rm { name, force } => {
-            client.remove_pool(&name, force).await.doing(format!("removing pool {name}"))
+        PoolCommand::Rm { name, force, tenant } => {
+            client.in_tenant(tenant).remove_pool(&name, force).await.doing(format!("removing pool {name}"))
         }
-        PoolCommand::Ls { json } => {
-            let pools = client.pools().await.doing("listing the pools")?;
+        PoolCommand::Ls { tenant, json } => {
+            let pools = client.in_tenant(tenant).pools().await.doing("listing the pools")?;
             if json {
                 output::json(&pools);
             } else {

@@ -138,7 +138,7 @@ async fn connect(node: &NodeArgs, options: &Options) -> Result<Client> {
             Err(error) => error,
         };
         if !may_pass(&error) || began.elapsed() + pause > patience {
-            return Err(Failure::new(format!("connecting to {endpoint}"), error));
+            return Err(error).doing(format!("connecting to {endpoint}"));
         }
         if !said && began.elapsed() > SILENCE {
             said = true;

@@ -65,7 +65,12 @@ fn execute(engine: &MemEngine, request: &Request) -> Outcome {
 fn the_answers_of_the_memory_engine_are_accepted() {
     let engine = MemEngine::new();
     let administration = engine.administration().unwrap();
-    let pool = AdminRequest::PoolCreate { name: "p".into(), pg_count: 0, redundancy: Redundancy::Single };
+    let pool = AdminRequest::PoolCreate {
+        name: "p".into(),
+        pg_count: 0,
+        redundancy: Redundancy::Single,
+        tenant: None,
+    };
     attempt(administration.administer(pool, Instant::now())).unwrap();
     let mut history = History::new();
     history.add_pool("p", false);

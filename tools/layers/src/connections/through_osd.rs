@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use base::mem::Arena;
 use base::pool::BufferPool;
 use bytes::Bytes;
-use client::{Client, Object, Options};
+use client::{Client, Object};
 use futures::future::try_join_all;
 use hdrhistogram::Histogram;
 use messenger::TcpStack;
@@ -17,6 +17,7 @@ use tokio::task::LocalSet;
 use uuid::Uuid;
 
 use super::{ConnectionSample, ConnectionShape, ConnectionsArgs, DOING, WARM_UP, histogram, usage};
+use crate::in_process;
 
 /// Measures one shape with a new osd. The calling thread runs the clients.
 pub(super) fn measure(shape: ConnectionShape, args: &ConnectionsArgs) -> Result<ConnectionSample> {
@@ -27,16 +28,16 @@ pub(super) fn measure(shape: ConnectionShape, args: &ConnectionsArgs) -> Result<
     let osd = OsdServer::start(resources, Arc::new(TcpStack::default()), "127.0.0.1:0");
     let osd = osd.doing("starting an osd")?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().doing(DOING)?;
-    let sample = LocalSet::new().block_on(&runtime, load(shape, args, osd.endpoint()));
+    let sample = LocalSet::new().block_on(&runtime, load(shape, args, &osd));
     osd.stop();
     sample
 }
 
-async fn load(shape: ConnectionShape, args: &ConnectionsArgs, endpoint: &str) -> Result<ConnectionSample> {
+async fn load(shape: ConnectionShape, args: &ConnectionsArgs, osd: &OsdServer) -> Result<ConnectionSample> {
     let mut clients = Vec::new();
     let mut objects = Vec::new();
     for number in 0..shape.connections {
-        let client = Client::connect(endpoint, Options::default()).await.doing(DOING)?;
+        let client = Client::connect(osd.endpoint(), in_process::options(osd)).await.doing(DOING)?;
         if number == 0 {
             client.create_pool("bench").await.doing(DOING)?;
         }

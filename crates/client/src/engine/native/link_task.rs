@@ -15,8 +15,9 @@ use tokio::sync::Notify;
 use tokio::time::Instant;
 
 use super::opening::{OpenedConnection, dial};
-use super::session::{Ending, NextSend, Shared};
+use super::session::{Ending, NextSend, Shared, at_host};
 use crate::Error;
+use crate::error::refuses_client;
 
 /// First pause between two attempts to connect. The pause doubles with each attempt, up to
 /// [`RECONNECT_PAUSE_MAX`].
@@ -177,6 +178,9 @@ impl LinkTask {
                 Some(Ok(Some(ends))) => return ends,
                 Some(Ok(None)) => {}
                 None => self.pause = RECONNECT_PAUSE,
+                Some(Err(Error::Network(e))) if refuses_client(&e) => {
+                    self.shared().refused_client(self.shard, &e);
+                }
                 Some(Err(e)) => {
                     tracing::debug!(endpoint, shard = self.shard, error = %e, "cannot reconnect yet");
                     self.shared().ask_other_links(self.shard);
@@ -221,11 +225,23 @@ impl LinkTask {
         let shared = self.shared();
         let dialed = dial(shared.stack(), endpoint, shared.options()).await?;
         let (_opening, session) = shared.session_to_present().await;
-        match dialed.open(session).await {
+        let capability = shared.capabilities().current();
+        match dialed.open(session, capability.clone()).await {
             Ok(OpenedConnection { connection, incoming, opened }) => {
                 let number =
                     shared.attach(&self.ending, self.shard, endpoint, session, &opened, &connection)?;
                 Ok(number.map(|number| LinkEnds { connection, incoming, number }))
+            }
+            Err(Error::Node(wire::Error::CapabilityRefused { why, control })) => {
+                let control = control.map(|control| at_host(&control, endpoint));
+                match shared.capabilities().replace(&capability, control.as_deref()).await {
+                    Err(e) if !e.is_transient() => {
+                        let why = format!("{why}, and the node issues no other: {e}");
+                        shared.refused(self.shard, session, &wire::Error::CapabilityRefused { why, control });
+                        Ok(None)
+                    }
+                    replaced => replaced.map(|()| None),
+                }
             }
             Err(Error::Node(e)) => {
                 shared.refused(self.shard, session, &e);

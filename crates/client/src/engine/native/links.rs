@@ -139,6 +139,12 @@ impl Links {
         Arc::clone(&self.link(shard).wake)
     }
 
+    /// Returns the connections of all links.
+    pub(crate) fn connections(&self) -> Vec<Arc<dyn Connection>> {
+        let attached = self.links.iter().filter_map(|link| link.connection.as_ref());
+        attached.map(|attached| Arc::clone(&attached.connection)).collect()
+    }
+
     /// Asks all links without connection to connect.
     pub(crate) fn ask_all(&mut self) {
         for link in self.links.iter_mut().filter(|link| link.connection.is_none()) {

@@ -5,9 +5,13 @@
 //! shard of the node a request belongs. `links` has one connection per shard, each of which a
 //! `link_task` opens and serves; `opening` connects. `call` makes the attempts of one request.
 //! `chunks` provides the memory that a read offers to the node, and `offered` the data that a
-//! change offers. `read_sizes` estimates how much of its memory a read fills.
+//! change offers. `administration` passes requests of operators to the control plane. `capabilities`
+//! has the session's capability. `read_sizes` estimates how much of its memory a read
+//! fills.
 
+mod administration;
 mod call;
+mod capabilities;
 mod chunks;
 mod link_task;
 mod links;
@@ -22,6 +26,7 @@ mod table;
 use std::sync::Arc;
 
 use base::BoxFuture;
+use control::ControlClient;
 use messenger::{NetworkStack, StackOptions, UseAs};
 use tokio::time::Instant;
 use wire::{
@@ -33,7 +38,9 @@ use super::{
     Administration, BoxCall, Capabilities, ChangeRequest, Engine, EngineLimits, NO_DESCRIPTORS, ReadReply,
     ReadRequest, Refused, Sink,
 };
+use crate::options::ControlWay;
 use crate::{Error, Options, Result};
+use administration::ControlCall;
 use call::NativeCall;
 use chunks::BlockWindow;
 use pending::{Answer, Bulk};
@@ -48,6 +55,7 @@ use session::ClientSession;
 /// node is not told, it removes the session when the session expires.
 pub struct NativeEngine {
     session: ClientSession,
+    control: ControlWay,
 }
 
 impl std::fmt::Debug for NativeEngine {
@@ -79,7 +87,10 @@ impl NativeEngine {
         endpoint: &str,
         options: &Options,
     ) -> Result<NativeEngine> {
-        Ok(NativeEngine { session: ClientSession::open(stack, endpoint, options.clone()).await? })
+        let over_grpc = || ControlWay(Arc::new(ControlClient::new(options.trust.clone())));
+        let control = options.control.clone().unwrap_or_else(over_grpc);
+        let session = ClientSession::open(stack, endpoint, options.clone(), control.clone()).await?;
+        Ok(NativeEngine { session, control })
     }
 
     fn call<T: Send + 'static>(
@@ -172,11 +183,9 @@ impl Engine for NativeEngine {
 }
 
 impl Administration for NativeEngine {
-    fn administer(&self, request: AdminRequest, deadline: Instant) -> BoxCall<'_, AdminReply> {
-        Box::new(NativeCall::new(&self.session, request, Bulk::None, deadline, |answer| match answer.body {
-            ReplyBody::Admin(reply) => Ok(reply),
-            other => Err(unexpected(&other)),
-        }))
+    fn administer(&self, request: AdminRequest, _: Instant) -> BoxCall<'_, AdminReply> {
+        let (session, plane) = (&self.session, &*self.control.0);
+        Box::new(ControlCall { session, plane, request, is_repeated: false })
     }
 }
 

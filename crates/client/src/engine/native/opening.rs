@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use bytes::Bytes;
 use messenger::{ConnectOptions, Connection, ConnectionEvent, Incoming, Message, NetworkStack};
 use wire::{ReplyBody, RequestBody, RequestHead, SessionId};
 
@@ -23,6 +24,8 @@ pub(super) struct ShardHello {
     pub(super) shard: u16,
     /// Port of each shard.
     pub(super) ports: Vec<u16>,
+    /// Address of the node's control plane.
+    pub(super) control: Option<String>,
 }
 
 /// A connection on which the session is open.
@@ -44,28 +47,32 @@ pub(super) async fn dial(
 }
 
 impl DialedConnection {
-    /// Resumes the session on the connection; with `None`, opens a new session.
-    pub(super) async fn open(mut self, session: Option<SessionId>) -> Result<OpenedConnection> {
-        let opened = tokio::time::timeout(self.timeout, self.handshake(session)).await;
+    /// Resumes the session on the connection, with this capability; with `None`, opens a new session.
+    pub(super) async fn open(
+        mut self,
+        session: Option<SessionId>,
+        capability: Bytes,
+    ) -> Result<OpenedConnection> {
+        let opened = tokio::time::timeout(self.timeout, self.handshake(session, capability)).await;
         let opened = opened.unwrap_or(Err(Error::TimedOut(self.timeout)))?;
         Ok(OpenedConnection { connection: self.connection, incoming: self.incoming, opened })
     }
 
-    async fn handshake(&mut self, presented: Option<SessionId>) -> Result<ShardHello> {
+    async fn handshake(&mut self, presented: Option<SessionId>, capability: Bytes) -> Result<ShardHello> {
         let head = RequestHead { seq: 0, acked_through: 0, retry: false, deadline_ms: 0 };
         let (oldest, newest) = (wire::VERSION_OLDEST, wire::VERSION);
-        let body = RequestBody::Open { oldest, newest, session: presented };
+        let body = RequestBody::Open { oldest, newest, session: presented, capability };
         let header = wire::encode_request(&head, &body);
         self.connection.send(Message { header, payload: Default::default() }).await?;
         loop {
             match self.incoming.next().await {
                 ConnectionEvent::Message(message) => {
                     return match decode(&message)?.result? {
-                        ReplyBody::Opened { session, shard, shards: ports, .. } => {
+                        ReplyBody::Opened { session, shard, shards: ports, control, .. } => {
                             if presented.is_some_and(|presented| presented != session) {
                                 return Err(Error::Protocol("the node has opened another session".into()));
                             }
-                            Ok(ShardHello { session, shard, ports })
+                            Ok(ShardHello { session, shard, ports, control })
                         }
                         other => Err(Error::Protocol(format!("expected an open session, got {other:?}"))),
                     };

@@ -156,9 +156,15 @@ impl PendingRequest {
             );
             return Err(Error::Protocol(why));
         }
+        Ok(self.withdraw(routes))
+    }
+
+    /// Handles the refusal of the current attempt, which has had no effect. The attempt is sent again as
+    /// the same attempt. Returns the offered memory.
+    pub(crate) fn withdraw(&mut self, routes: &Routes) -> Option<BulkRegion> {
         self.was_sent = self.repeated;
         self.requeue(routes);
-        Ok(self.region.take())
+        self.region.take()
     }
 
     /// Ends the current attempt with an answer of the node. Returns the sender of the outcome and
@@ -254,8 +260,15 @@ impl PendingRequest {
     /// unknown.
     pub(crate) fn refused(&self, e: wire::Error) -> Error {
         use wire::Error as E;
-        let is_before_results =
-            matches!(e, E::NoSuchPool(_) | E::BadName(_) | E::BadRequest(_) | E::Busy { .. });
+        let is_before_results = matches!(
+            e,
+            E::NoSuchPool(_)
+                | E::BadName(_)
+                | E::BadRequest(_)
+                | E::Busy { .. }
+                | E::NotPermitted { .. }
+                | E::NotAdministrator { .. }
+        );
         let error = Error::from(e);
         if is_before_results && self.repeats_change() { error.of_unknown_outcome() } else { error }
     }
@@ -302,7 +315,6 @@ fn incomplete(sent: u64) -> Error {
 mod tests {
     use super::*;
     use messenger::BulkSink;
-    use wire::AdminRequest;
 
     fn collected(sink: Option<&[u8]>, payload: &[u8], sent: u64) -> Result<usize> {
         let window = BlockWindow::new(0, 1 << 20, None);
@@ -311,7 +323,7 @@ mod tests {
             assert!(sink.write(0, Payload::compute(0, pushed.to_vec().into())));
             sink
         });
-        let body = RequestBody::Admin(AdminRequest::PoolList);
+        let body = RequestBody::CloseSession;
         let bulk = Bulk::Read { window, pushed: sink.is_some() };
         let mut pending = PendingRequest::new(body, bulk, Instant::now());
         pending.sink = sink;

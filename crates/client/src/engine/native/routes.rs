@@ -157,7 +157,7 @@ fn check(shard: u16, ports: &[u16]) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use wire::{AdminRequest, Query, WireName};
+    use wire::{Query, WireName};
 
     use super::*;
 
@@ -228,7 +228,6 @@ mod tests {
     fn requests_without_a_group_belong_to_the_first_shard() {
         for shards in [1, 3] {
             let routes = routes(shards);
-            assert_eq!(routes.shard_of(&RequestBody::Admin(AdminRequest::PoolList)), Some(0));
             assert_eq!(routes.shard_of(&list(None)), Some(0));
             assert_eq!(routes.shard_of(&list(Some(5))), Some(5 % shards));
         }

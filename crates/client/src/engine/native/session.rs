@@ -14,15 +14,18 @@
 //! connected link tells the node that the session has ended, so that the node can discard the
 //! session's results.
 
+use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use base::thread::ThreadClass;
 use base::watch;
 use messenger::{BulkRegion, Connection, Message, MessengerError, NetworkStack};
 use tokio::sync::{Notify, oneshot};
 use tokio::time::Instant;
 use wire::{ObjectName, PartId, Reply, RequestBody, RequestHead, SessionId, UploadId};
 
+use super::capabilities::CapabilityHolder;
 use super::link_task::{LinkEnds, LinkTask, RECONNECT_PAUSE, RECONNECT_PAUSE_MAX};
 use super::links::{Links, ReadyConnection};
 use super::opening::{OpenedConnection, ShardHello, dial};
@@ -30,7 +33,12 @@ use super::pending::{Answered, PendingRequest};
 use super::read_sizes::ReadSizes;
 use super::routes::Routes;
 use super::table::RequestTable;
+use crate::options::ControlWay;
 use crate::{Error, Options, Result};
+
+/// Number of refused capabilities after which a client gives up to open its first connection. One refusal
+/// is normal. Another one follows if the user's rights change meanwhile.
+const REFUSALS_MAX: u32 = 4;
 
 /// Time limit for telling the node that a session has ended. If the message cannot be sent, the
 /// node discards the session's results later.
@@ -40,6 +48,7 @@ const CLOSE_TIME: Duration = Duration::from_secs(2);
 pub(crate) struct Shared {
     stack: Arc<dyn NetworkStack>,
     options: Options,
+    capabilities: CapabilityHolder,
     /// Notified when a request leaves the table of unanswered requests.
     room: Notify,
     session_state: watch::Sender<SessionState>,
@@ -66,6 +75,8 @@ struct State {
     next_upload: u64,
     table: RequestTable,
     routes: Routes,
+    /// Address of the node's control plane.
+    control: Option<String>,
     links: Links,
     sizes: ReadSizes,
     closed: bool,
@@ -118,15 +129,18 @@ impl ClientSession {
         stack: Arc<dyn NetworkStack>,
         endpoint: &str,
         options: Options,
+        plane: ControlWay,
     ) -> Result<ClientSession> {
+        let capabilities = CapabilityHolder::new(&options, plane);
         let OpenedConnection { connection, incoming, opened } =
-            connect_while_busy(&*stack, endpoint, &options).await?;
+            connect_while_busy(&*stack, endpoint, &options, &capabilities).await?;
         let routes = Routes::new(endpoint, opened.shard, opened.ports)?;
         let mut state = State {
             session: Some(opened.session),
             next_upload: 1,
             table: RequestTable::new(),
             routes,
+            control: opened.control.map(|control| at_host(&control, endpoint)),
             links: Links::new(connection.limits()),
             sizes: ReadSizes::default(),
             closed: false,
@@ -139,12 +153,14 @@ impl ClientSession {
         let shared = Arc::new(Shared {
             stack,
             options,
+            capabilities,
             room: Notify::new(),
             session_state: watch::Sender::new(SessionState::Open),
             opening: tokio::sync::Mutex::new(()),
             state: Mutex::new(state),
         });
         let ending = Arc::new(Ending(Arc::clone(&shared)));
+        base::task::spawn(ThreadClass::Client, Arc::clone(&shared).keep_capability());
         let mut first = Some(LinkEnds { connection, incoming, number });
         for (shard, signal) in signals {
             let ends = if shard == opened.shard { first.take() } else { None };
@@ -156,6 +172,15 @@ impl ClientSession {
     /// Returns the session's id.
     pub(crate) fn session(&self) -> Option<SessionId> {
         self.shared.lock().session
+    }
+
+    /// Returns the address of the node's control plane; `None` if the node has none.
+    ///
+    /// # Errors
+    /// [`Error::Closed`] if the session is closed.
+    pub(crate) fn control(&self) -> Result<Option<String>> {
+        let state = self.shared.lock();
+        if state.closed { Err(Error::Closed) } else { Ok(state.control.clone()) }
     }
 
     /// Returns an id for an upload.
@@ -196,6 +221,15 @@ impl ClientSession {
     }
 }
 
+/// Returns the address `offered` of a control plane. If its host is a wildcard address, the host of `dialed` replaces it.
+pub(super) fn at_host(offered: &str, dialed: &str) -> String {
+    let is_wildcard = |address: &SocketAddr| address.ip().is_unspecified();
+    match (offered.parse::<SocketAddr>().ok().filter(is_wildcard), dialed.rsplit_once(':')) {
+        (Some(offered), Some((host, _))) => format!("{host}:{}", offered.port()),
+        _ => offered.to_owned(),
+    }
+}
+
 /// How data is sent to a shard or from it.
 pub(crate) struct TransferChoice {
     /// Maximum size of data that is sent inside a message, in bytes.
@@ -211,6 +245,49 @@ impl Shared {
 
     pub(super) fn options(&self) -> &Options {
         &self.options
+    }
+
+    pub(super) fn capabilities(&self) -> &CapabilityHolder {
+        &self.capabilities
+    }
+
+    /// Replaces the capability before it expires, until the session is closed.
+    async fn keep_capability(self: Arc<Self>) {
+        let keeping = async {
+            let mut pause = self.capabilities.renew_after();
+            loop {
+                tokio::time::sleep(pause).await;
+                let (old, control) = (self.capabilities.current(), self.lock().control.clone());
+                pause = match self.capabilities.replace(&old, control.as_deref()).await {
+                    Ok(()) => {
+                        self.present_capability().await;
+                        self.capabilities.renew_after().max(self.capabilities.retry_after())
+                    }
+                    Err(error) => {
+                        tracing::debug!(%error, "the capability cannot be replaced yet; trying again");
+                        self.capabilities.retry_after()
+                    }
+                };
+            }
+        };
+        tokio::select! {
+            biased;
+            () = self.close_wanted() => {}
+            never = keeping => match never {},
+        }
+    }
+
+    /// Presents the capability on the connections of the links. The answers have the number 0, which no
+    /// request has.
+    async fn present_capability(&self) {
+        let head = RequestHead { seq: 0, acked_through: 0, retry: false, deadline_ms: 0 };
+        let renew = RequestBody::Renew { capability: self.capabilities.current() };
+        let header = wire::encode_request(&head, &renew);
+        let connections = self.lock().links.connections();
+        for connection in connections {
+            // If the connection is lost, the link presents the capability on the next one.
+            drop(connection.send(Message { header: header.clone(), payload: Default::default() }).await);
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -354,7 +431,7 @@ impl Shared {
 
     /// Passes an answer of a shard to the caller that waits for it, or passes a request that
     /// belongs to another shard to the other shard's link. Returns `false` if the answer says that
-    /// the connection has no session.
+    /// the connection has no session, or no valid capability.
     pub(super) fn take_answer(&self, shard: u16, number: u64, message: Message) -> bool {
         let reply = match decode(&message) {
             Ok(reply) => reply,
@@ -367,6 +444,15 @@ impl Shared {
             return false;
         }
         let mut state = self.lock();
+        if matches!(reply.result, Err(wire::Error::CapabilityRefused { .. })) {
+            let State { table, routes, .. } = &mut *state;
+            let refused = table.get_mut(reply.seq).filter(|pending| pending.is_in_flight_on(number));
+            let region = refused.and_then(|pending| pending.withdraw(routes));
+            drop(state);
+            region.into_iter().for_each(BulkRegion::finish);
+            // The link opens the session again, with a new capability.
+            return false;
+        }
         if let Err(wire::Error::WrongShard { groups, shards }) = reply.result {
             let region = state.reroute(reply.seq, (shard, number), groups, shards);
             drop(state);
@@ -443,6 +529,7 @@ impl Shared {
             }
             state.restart_links();
         }
+        state.control = opened.control.as_ref().map(|control| at_host(control, endpoint));
         if opened.shard != shard {
             tracing::debug!(endpoint, shard, found = opened.shard, "another shard has answered");
             return Ok(None);
@@ -505,8 +592,15 @@ impl Shared {
             }
         } else {
             tracing::warn!(shard, error = %e, "the node refuses this client");
-            state.table.fail_unsent(shard, e);
+            state.table.fail_unsent(shard, || e.clone().into());
         }
+    }
+
+    /// Fails the requests that wait for a shard, because the node does not accept this client's key, or
+    /// is another node.
+    pub(super) fn refused_client(&self, shard: u16, e: &MessengerError) {
+        tracing::warn!(shard, error = %e, "the node refuses this client");
+        self.lock().table.fail_unsent(shard, || e.clone().into());
     }
 }
 
@@ -516,11 +610,27 @@ async fn connect_while_busy(
     stack: &dyn NetworkStack,
     endpoint: &str,
     options: &Options,
+    capabilities: &CapabilityHolder,
 ) -> Result<OpenedConnection> {
     let deadline = Instant::now() + options.connect_timeout;
     let mut pause = RECONNECT_PAUSE;
+    let mut refusals = 0;
     loop {
-        match dial(stack, endpoint, options).await?.open(None).await {
+        let capability = capabilities.current();
+        match dial(stack, endpoint, options).await?.open(None, capability.clone()).await {
+            Err(Error::Node(wire::Error::CapabilityRefused { control, .. })) if refusals < REFUSALS_MAX => {
+                refusals += 1;
+                let control = control.map(|control| at_host(&control, endpoint));
+                match capabilities.replace(&capability, control.as_deref()).await {
+                    Err(e) if e.is_transient() && Instant::now() + pause < deadline => {
+                        tracing::debug!(endpoint, error = %e, "the control plane does not answer yet; trying again");
+                    }
+                    replaced => {
+                        replaced?;
+                        continue;
+                    }
+                }
+            }
             Err(Error::Node(e)) if is_passing(&e) && Instant::now() + pause < deadline => {
                 tracing::debug!(endpoint, error = %e, "the node does not accept the session yet; trying again");
             }

@@ -81,10 +81,10 @@ impl RequestTable {
     }
 
     /// Fails the requests that wait to be sent to a shard, because the shard refuses this client.
-    pub(crate) fn fail_unsent(&mut self, shard: u16, e: &wire::Error) {
+    pub(crate) fn fail_unsent(&mut self, shard: u16, error: impl Fn() -> Error) {
         for pending in self.pending.values_mut().filter(|pending| pending.is_unsent(shard)) {
             let is_unknown = pending.is_bound_to_session();
-            pending.fail(e.clone().into(), is_unknown);
+            pending.fail(error(), is_unknown);
         }
     }
 

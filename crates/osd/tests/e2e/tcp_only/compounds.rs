@@ -21,7 +21,7 @@ use bytes::Bytes;
 use client::{Client, Error, Mutated, NodeError, Object, Options, Pool};
 use futures::stream::{self, StreamExt};
 use messenger::UseAs;
-use osd::{OsdServer, ShardResources, StripesAt};
+use osd::{OsdServer, OsdStarted, ShardResources, StripesAt};
 use proxy::{Attachment, AttachmentOptions, Server, ServerOptions, StoreEndpoint, StoreListener};
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
@@ -33,7 +33,7 @@ use tokio::sync::oneshot;
 use uuid::Uuid;
 use wire::{Data, Manifest, Mutation, OpBytes, Placement, SessionId, UploadId};
 
-use crate::common::{data, network, seed, stack};
+use crate::common::{CurrentAdministrator, administered, data, register, seed, stack};
 use crate::raw::{Raw, head, mutate};
 use crate::redundancy::{config, redundancy, scrub};
 
@@ -330,6 +330,7 @@ pub(crate) struct Rig {
     served: Option<(Server, StoreEndpoint, tempfile::TempDir)>,
     osd: Option<Running>,
     endpoint: String,
+    administrator: CurrentAdministrator,
 }
 
 /// An osd on a thread of its own.
@@ -366,8 +367,15 @@ impl Rig {
             (server.unwrap(), StoreEndpoint::Unix(at), dir)
         });
         let redundancy = text.to_owned();
-        let mut rig =
-            Rig { redundancy, placement, behind, served, osd: None, endpoint: "127.0.0.1:0".into() };
+        let mut rig = Rig {
+            redundancy,
+            placement,
+            behind,
+            served,
+            osd: None,
+            endpoint: "127.0.0.1:0".into(),
+            administrator: Arc::default(),
+        };
         rig.restart();
         rig
     }
@@ -430,12 +438,14 @@ impl Rig {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
             tokio::task::LocalSet::new().block_on(&runtime, serve());
         });
-        let endpoint = started.recv().unwrap()?.endpoint;
+        let OsdStarted { endpoint, administrator, .. } = started.recv().unwrap()?;
+        register(&endpoint, &administrator);
+        *self.administrator.lock().unwrap() = Some(administrator);
         Ok((Running { stop, thread }, endpoint))
     }
 
     async fn pool(&self) -> (Client, Pool) {
-        let options = Options { stack: network(), ..Options::default() };
+        let options = administered(Options::default(), &self.administrator);
         let client = Client::connect(&self.endpoint, options).await.unwrap();
         if client.pools().await.unwrap().is_empty() {
             client.create_pool_with("pool", 2, redundancy(&self.redundancy)).await.unwrap();

@@ -11,6 +11,7 @@ mod listing;
 mod recovery;
 mod salvage;
 mod salvage_damage;
+mod sealed;
 mod shards;
 mod stalls;
 pub(crate) mod start;

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use client::{Client, Options, Redundancy};
+use client::{Options, Redundancy};
 use osd::OsdConfig;
 use wire::{ReplyBody, RequestBody};
 
@@ -89,7 +89,7 @@ async fn striped_objects_use_the_parts_of_all_shards() {
     let config = OsdConfig { orphan_grace: Duration::ZERO, ..OsdConfig::default() };
     let node = node(&[4], config);
     let options = Options { part_size: 1 << 20, stripe_threshold: 1 << 20, ..Options::default() };
-    let client = Client::connect(&node.endpoint, options).await.unwrap();
+    let client = node.client_with(options).await;
     client.create_pool_with("pool", 8, Redundancy::Single).await.unwrap();
     let object = client.pool("pool").unwrap().object("striped").unwrap();
     let (first, second) = (data(9 << 20, 1), data((7 << 20) + 5, 2));

@@ -20,6 +20,7 @@ async fn write_and_read(client: &Client) {
     let object = client.pool("pool").unwrap().object("object").unwrap();
     object.put(data(SIZE, 1)).await.unwrap();
     assert_eq!(object.get().await.unwrap().len(), SIZE);
+    assert_eq!(object.xattrs().await.unwrap(), []);
 }
 
 #[tokio::test]

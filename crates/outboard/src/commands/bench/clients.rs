@@ -206,8 +206,14 @@ mod tests {
     async fn a_client_that_has_ended_its_load_keeps_its_thread_until_it_is_dropped() {
         let dir = tempfile::tempdir().unwrap();
         let endpoint = Some(format!("mem:{}", dir.path().join("objects").display()));
-        let node =
-            NodeArgs { dir: None, endpoint, network: Default::default(), bind: None, credentials: None };
+        let node = NodeArgs {
+            dir: None,
+            endpoint,
+            network: Default::default(),
+            bind: None,
+            credentials: None,
+            capability: None,
+        };
         let args = BenchArgs { in_flight: 2, clients: 2, ..BenchArgs::of(Workload::Write) };
         let shared = Arc::new(SharedLoad::new(&args).unwrap());
         let (mut others, threads) =

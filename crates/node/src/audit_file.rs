@@ -1,0 +1,184 @@
+//! [`AuditFile`]: stores the audit log in files.
+//!
+//! `log/audit.jsonl` has one JSON object per line. A thread of its own writes it, so a slow drive never
+//! delays a request. When the file has reached `log.audit_size`, it becomes `audit.jsonl.1`, and older
+//! ones `.2` to `.4`; the oldest is removed. If events arrive faster than they can be written, the
+//! thread writes how many were lost.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+
+use base::BoxFuture;
+use base::thread::{self, ThreadClass};
+use osd::{AuditEvent, AuditSink};
+use tokio::sync::oneshot;
+
+/// Path of the log, relative to the node's directory.
+pub const AUDIT_LOG: &str = "log/audit.jsonl";
+/// Number of older files that are kept.
+const OLDER: u32 = 4;
+/// Maximum number of events that wait to be written.
+const BACKLOG: usize = 4096;
+/// Maximum size of the part of the log that is read for [`AuditSink::recent`], in bytes.
+const RECENT_BYTES: u64 = 1 << 20;
+
+enum AuditWork {
+    Record(Box<AuditEvent>),
+    Recent(usize, oneshot::Sender<Vec<String>>),
+}
+
+/// Stores the audit log in files.
+#[derive(Debug)]
+pub struct AuditFile {
+    work: SyncSender<AuditWork>,
+    lost: std::sync::Arc<AtomicU64>,
+}
+
+impl AuditFile {
+    /// Starts the thread that writes the log at `path`. A file that has more than `max` bytes is
+    /// replaced by a new one.
+    ///
+    /// # Errors
+    /// If the file cannot be opened, or the system cannot start a thread.
+    pub fn start(path: &Path, max: u64) -> io::Result<AuditFile> {
+        let mut writer = AuditWriter { path: path.to_owned(), file: open(path)?, max };
+        let (work, waiting) = sync_channel(BACKLOG);
+        let lost = std::sync::Arc::<AtomicU64>::default();
+        let not_written = std::sync::Arc::clone(&lost);
+        thread::spawn(ThreadClass::Admin, "audit", move || writer.run(&waiting, &not_written))?;
+        Ok(AuditFile { work, lost })
+    }
+}
+
+impl AuditSink for AuditFile {
+    fn record(&self, event: AuditEvent) {
+        if self.work.try_send(AuditWork::Record(Box::new(event))).is_err() {
+            self.lost.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    fn recent(&self, limit: usize) -> BoxFuture<'static, Vec<String>> {
+        let (answer, answered) = oneshot::channel();
+        let asked = self.work.try_send(AuditWork::Recent(limit, answer));
+        Box::pin(async move {
+            match asked {
+                Ok(()) => answered.await.unwrap_or_default(),
+                Err(_) => Vec::new(),
+            }
+        })
+    }
+}
+
+struct AuditWriter {
+    path: PathBuf,
+    file: File,
+    max: u64,
+}
+
+impl AuditWriter {
+    /// Writes events until the sink is dropped.
+    fn run(&mut self, waiting: &Receiver<AuditWork>, lost: &AtomicU64) {
+        while let Ok(work) = waiting.recv() {
+            let done = match work {
+                AuditWork::Record(event) => self.write(&event, lost.swap(0, Ordering::Relaxed)),
+                AuditWork::Recent(limit, answer) => self.recent(limit).map(|lines| drop(answer.send(lines))),
+            };
+            if let Err(error) = done {
+                tracing::error!(path = %self.path.display(), %error, "the audit log cannot be written");
+            }
+        }
+    }
+
+    fn write(&mut self, event: &AuditEvent, lost: u64) -> io::Result<()> {
+        if self.file.metadata()?.len() > self.max {
+            self.rotate()?;
+        }
+        let mut lines = serde_json::to_vec(event)?;
+        lines.push(b'\n');
+        if lost > 0 {
+            writeln!(lines, "{{\"at_ms\":{},\"event\":\"lost\",\"what\":\"{lost} events\"}}", event.at_ms)?;
+        }
+        self.file.write_all(&lines)
+    }
+
+    fn rotate(&mut self) -> io::Result<()> {
+        let older = |number: u32| {
+            let mut name = self.path.clone().into_os_string();
+            name.push(format!(".{number}"));
+            PathBuf::from(name)
+        };
+        for number in (1..OLDER).rev() {
+            match std::fs::rename(older(number), older(number + 1)) {
+                Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
+                _ => {}
+            }
+        }
+        std::fs::rename(&self.path, older(1))?;
+        self.file = open(&self.path)?;
+        Ok(())
+    }
+
+    fn recent(&self, limit: usize) -> io::Result<Vec<String>> {
+        let mut file = File::open(&self.path)?;
+        let start = file.metadata()?.len().saturating_sub(RECENT_BYTES);
+        file.seek(SeekFrom::Start(start))?;
+        let mut bytes = Vec::new();
+        file.take(RECENT_BYTES).read_to_end(&mut bytes)?;
+        let text = String::from_utf8_lossy(&bytes);
+        // The first line may be incomplete.
+        let lines: Vec<&str> = text.lines().skip(usize::from(start > 0)).collect();
+        Ok(lines[lines.len().saturating_sub(limit)..].iter().map(|line| (*line).to_owned()).collect())
+    }
+}
+
+/// Opens a log. Only its owner can read it.
+fn open(path: &Path) -> io::Result<File> {
+    OpenOptions::new().create(true).append(true).mode(0o600).open(path)
+}
+
+#[cfg(test)]
+mod tests {
+    use identity::KeyHash;
+    use osd::AuditKind;
+
+    use super::*;
+
+    fn event(number: u64) -> AuditEvent {
+        AuditEvent {
+            at_ms: number,
+            event: AuditKind::Refused,
+            user: Some("films/cutter".into()),
+            key: KeyHash::from([1; 32]),
+            peer: None,
+            what: "\"quoted\"\n".into(),
+            why: None,
+        }
+    }
+
+    #[tokio::test]
+    async fn events_are_json_lines_in_files_of_bounded_size() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("audit.jsonl");
+        let log = AuditFile::start(&path, 1000).unwrap();
+        for number in 0..100 {
+            log.record(event(number));
+        }
+        let lines = log.recent(2).await;
+        let times: Vec<u64> = lines
+            .iter()
+            .map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap()["at_ms"].as_u64().unwrap())
+            .collect();
+        assert_eq!(times, [98, 99]);
+        let files: Vec<_> = std::fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap()).collect();
+        assert_eq!(files.len(), 5, "{files:?}");
+        assert!(files.iter().all(|file| file.metadata().unwrap().len() < 1300));
+        drop(log);
+        let again = AuditFile::start(&path, 1000).unwrap();
+        again.record(event(100));
+        assert_eq!(again.recent(2).await.len(), 2, "a restart continues the file");
+    }
+}

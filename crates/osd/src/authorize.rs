@@ -1,0 +1,310 @@
+//! Authorization: which right each request needs, and whether its sender has it. No other module
+//! decides this.
+//!
+//! A request about objects is decided by the capability of the session, which the osd has verified when
+//! the session was opened. A request of an operator is decided by what the node's map says now about
+//! the user who has proved the key of the connection.
+//!
+//! A name of a pool always means a pool of the sender's own tenant, unless a node's administrator names
+//! another one. So a pool of another tenant and a pool that does not exist take the same path, and get
+//! the same answer.
+
+use std::cell::Cell;
+use std::rc::Rc;
+use std::time::Duration;
+
+use capability::{CapabilityError, Resource, Rights};
+use identity::{Caller, KeyHash};
+use tokio::time::Instant;
+use wire::{
+    AccountRequest, AdminRequest, BulkDescriptor, BulkOwner, Condition, Data, Error, List, Mutate,
+    ObjectRequest, PoolName, Query, Read, Result, Scope, Verb, WireName,
+};
+
+use crate::accounts::UserRights;
+use crate::pool::ActivePool;
+use crate::sessions::AboutSession;
+use crate::shard::Shard;
+
+/// The rights of a session on one connection.
+pub(crate) struct SessionRights {
+    rights: Rights,
+    /// Time at which the capability expires. A change of the wall clock does not move it.
+    until: Instant,
+    /// Epoch of the map with which the capability was compared last.
+    checked: Cell<u64>,
+}
+
+impl SessionRights {
+    /// Verifies the capability that the holder of the key `presenter` has presented.
+    ///
+    /// # Errors
+    /// [`Error::CapabilityRefused`] if it is not valid now.
+    pub(crate) fn verify(shard: &Shard, capability: &[u8], presenter: &KeyHash) -> Result<Rc<SessionRights>> {
+        let now = Duration::from_millis(shard.config.clock.now_ms());
+        let node = shard.map.borrow().node;
+        let claims = shard.capability_key.verify(capability, (node, presenter), now);
+        let claims = claims.map_err(|e| shard.refusal_of(e))?;
+        let left = Duration::from_secs(claims.expires).saturating_sub(now);
+        let rights = SessionRights {
+            rights: Rights::new(claims),
+            until: Instant::now() + left.min(capability::LIFETIME_MAX),
+            checked: Cell::new(u64::MAX),
+        };
+        rights.check(shard)?;
+        Ok(Rc::new(rights))
+    }
+
+    /// Returns the name of the user: `TENANT/USER`.
+    pub(crate) fn user(&self) -> &str {
+        &self.rights.claims().name
+    }
+
+    /// Returns what operators see of a session with these rights.
+    pub(crate) fn about(&self, shard: &Shard, peer: String) -> AboutSession {
+        let (user, tenant) = (self.user().to_owned(), self.rights.claims().tenant);
+        AboutSession { user, tenant, peer, opened_ms: shard.config.clock.now_ms() }
+    }
+
+    /// Checks that the capability is still valid.
+    ///
+    /// # Errors
+    /// [`Error::CapabilityRefused`] if it has expired, or the rights of the user have changed since.
+    fn check(&self, shard: &Shard) -> Result<()> {
+        if Instant::now() >= self.until {
+            return Err(shard.refusal_of(CapabilityError::Expired));
+        }
+        let map = shard.map.borrow();
+        if self.checked.get() != map.epoch {
+            let claims = self.rights.claims();
+            if map.accounts.revision(claims.user) != Some(claims.revision) {
+                return Err(shard.refusal_of(CapabilityError::Outdated));
+            }
+            self.checked.set(map.epoch);
+        }
+        Ok(())
+    }
+}
+
+/// What a request about objects needs.
+struct RequestNeed<'a> {
+    pool: &'a [u8],
+    place: Resource<'a>,
+    verbs: &'static [Verb],
+    /// The memory that the request names.
+    memory: Option<&'a BulkDescriptor>,
+}
+
+/// Checks that the sender of a request about objects may make it. Returns the pool that the request
+/// concerns.
+///
+/// # Errors
+/// [`Error::CapabilityRefused`] if the session has no valid capability, [`Error::NotPermitted`] if it
+/// does not give the right, and [`Error::NoSuchPool`] if it gives the right to all pools.
+pub(crate) fn authorize(
+    shard: &Shard,
+    sender: &SessionRights,
+    request: &ObjectRequest,
+) -> Result<Rc<ActivePool>> {
+    sender.check(shard)?;
+    let RequestNeed { pool: name, place, verbs, memory } = need(request)?;
+    let claims = sender.rights.claims();
+    let text = std::str::from_utf8(name).ok();
+    let pool = text.and_then(|name| shard.pools.open_named(claims.tenant, name));
+    let id = pool.as_ref().map(|pool| pool.record.id);
+    if let Some(missing) = verbs.iter().find(|verb| !sender.rights.permits(**verb, id, place)) {
+        return Err(Error::NotPermitted {
+            user: claims.name.clone(),
+            verb: missing.to_string(),
+            place: scope(PoolName::from_wire(name)?, place),
+        });
+    }
+    if let Some(BulkOwner::Fabric(address)) = memory.map(|descriptor| &descriptor.owner)
+        && !claims.memory.contains(address)
+    {
+        let what = "name memory of a third party that the capability does not name".into();
+        return Err(Error::NotAdministrator { user: claims.name.clone(), what });
+    }
+    match pool {
+        Some(pool) => Ok(pool),
+        None => Err(Error::NoSuchPool(PoolName::from_wire(name)?.to_string())),
+    }
+}
+
+/// Returns what a request needs.
+fn need(request: &ObjectRequest) -> Result<RequestNeed<'_>> {
+    match request {
+        ObjectRequest::Read(Read { name, sink, .. }) => Ok(RequestNeed {
+            pool: &name.pool,
+            place: object(name)?,
+            verbs: &[Verb::Read],
+            memory: sink.as_ref(),
+        }),
+        ObjectRequest::Query(Query { name, .. }) => {
+            Ok(RequestNeed { pool: &name.pool, place: object(name)?, verbs: &[Verb::Read], memory: None })
+        }
+        ObjectRequest::Mutate(Mutate { name, conditions, data, .. }) => {
+            // The result of these conditions tells what the object contains.
+            let reads = conditions.iter().any(|condition| match condition {
+                Condition::Xattr(..) | Condition::Omap(..) | Condition::Bytes(..) => true,
+                Condition::Exists | Condition::Absent | Condition::Version(_) => false,
+            });
+            let verbs: &[Verb] = if reads { &[Verb::Write, Verb::Read] } else { &[Verb::Write] };
+            let memory = match data {
+                Data::Bulk(descriptor) => Some(descriptor),
+                Data::None | Data::Inline => None,
+            };
+            Ok(RequestNeed { pool: &name.pool, place: object(name)?, verbs, memory })
+        }
+        ObjectRequest::List(list @ List { pool, prefix, .. }) => {
+            let place = match list.checked_namespace()? {
+                Some(namespace) => Resource::Names { namespace, prefix },
+                None => Resource::Pool,
+            };
+            Ok(RequestNeed { pool, place, verbs: &[Verb::List], memory: None })
+        }
+    }
+}
+
+fn object(name: &WireName) -> Result<Resource<'_>> {
+    let texts = (std::str::from_utf8(&name.namespace), std::str::from_utf8(&name.object));
+    match texts {
+        (Ok(namespace), Ok(name)) => Ok(Resource::Object { namespace, name }),
+        // The check finds the reason.
+        _ => {
+            Err(name.check().map_or_else(Error::from, |_| Error::BadRequest("the name is not UTF-8".into())))
+        }
+    }
+}
+
+/// Returns the text form of the scope that contains a place.
+fn scope(pool: PoolName, place: Resource<'_>) -> String {
+    let within = match place {
+        Resource::Pool => None,
+        Resource::Object { namespace, name } => Some((namespace, name.to_owned())),
+        Resource::Names { namespace, prefix } => {
+            Some((namespace, String::from_utf8_lossy(prefix).into_owned()))
+        }
+    };
+    let within = within.map(|(namespace, prefix)| wire::Within { namespace: namespace.to_owned(), prefix });
+    Scope::of(pool, within).to_string()
+}
+
+/// Who may make a request of an operator.
+enum AdminNeed<'a> {
+    /// Each user.
+    Anyone,
+    /// An administrator of the node.
+    Node(&'static str),
+    /// An administrator of the node or of a tenant; `None` for the caller's tenant.
+    Tenant(Option<&'a str>, &'static str),
+    /// An administrator of the node, or a user with the right to administer this pool of a tenant.
+    Pool(Option<&'a str>, &'a [u8]),
+}
+
+/// What an operator may do with a request.
+pub(crate) struct AdminGrant {
+    /// What the operator may do on the node.
+    pub(crate) standing: UserRights,
+    /// The tenant that the request concerns.
+    pub(crate) tenant: u32,
+    /// The pool that the request concerns.
+    pub(crate) pool: Option<Rc<ActivePool>>,
+}
+
+impl AdminGrant {
+    /// Returns the tenant whose sessions the operator may see; `None` for all.
+    pub(crate) fn sessions_of(&self) -> Option<u32> {
+        (!self.standing.is_node_admin).then_some(self.tenant)
+    }
+}
+
+/// Checks that the caller may make a request of an operator.
+///
+/// # Errors
+/// [`Error::NotAdministrator`] or [`Error::NotPermitted`] if not, and [`Error::NoSuchPool`] or
+/// [`Error::NoSuchAccount`] if the caller may know that the pool or tenant does not exist.
+pub(crate) fn authorize_admin(shard: &Shard, caller: &Caller, request: &AdminRequest) -> Result<AdminGrant> {
+    let map = shard.map.borrow();
+    let unknown =
+        || Error::NotAdministrator { user: caller.user.to_string(), what: "use this node any more".into() };
+    let standing = map.accounts.standing(&caller.user).ok_or_else(unknown)?;
+    let refused = |what: &str| Error::NotAdministrator { user: standing.name.clone(), what: what.to_owned() };
+    // The number of the tenant, if the caller may name it.
+    let tenant = |name: Option<&str>, what: &str| match name {
+        None => Ok(standing.tenant),
+        Some(name) if name == map.accounts.tenant_name(standing.tenant) => Ok(standing.tenant),
+        Some(name) if standing.is_node_admin => map.accounts.tenant(name),
+        Some(_) => Err(refused(what)),
+    };
+    match admin_need(request) {
+        AdminNeed::Anyone => {
+            let tenant = standing.tenant;
+            Ok(AdminGrant { standing, tenant, pool: None })
+        }
+        AdminNeed::Node(what) if !standing.is_node_admin => Err(refused(what)),
+        AdminNeed::Node(_) => {
+            let tenant = standing.tenant;
+            Ok(AdminGrant { standing, tenant, pool: None })
+        }
+        AdminNeed::Tenant(name, what) => {
+            let tenant = tenant(name, what)?;
+            let is_own = tenant == standing.tenant && standing.permits(Verb::Admin, None);
+            if !standing.is_node_admin && !is_own {
+                return Err(refused(what));
+            }
+            Ok(AdminGrant { standing, tenant, pool: None })
+        }
+        AdminNeed::Pool(name, pool) => {
+            let tenant = tenant(name, "administer pools of other tenants")?;
+            let name = PoolName::from_wire(pool)?;
+            let pool = shard.pools.open_named(tenant, name.as_str());
+            let id = pool.as_ref().map(|pool| pool.record.id);
+            let is_own = tenant == standing.tenant && standing.permits(Verb::Admin, id);
+            if !standing.is_node_admin && !is_own {
+                let (user, verb, place) = (standing.name, Verb::Admin.to_string(), name.to_string());
+                return Err(Error::NotPermitted { user, verb, place });
+            }
+            let pool = pool.ok_or_else(|| Error::NoSuchPool(name.to_string()))?;
+            Ok(AdminGrant { standing, tenant, pool: Some(pool) })
+        }
+    }
+}
+
+/// Returns who may make a request.
+fn admin_need(request: &AdminRequest) -> AdminNeed<'_> {
+    match request {
+        AdminRequest::PoolCreate { tenant, .. } => AdminNeed::Tenant(tenant.as_deref(), "create pools"),
+        AdminRequest::PoolList { tenant: None } => AdminNeed::Anyone,
+        AdminRequest::PoolList { tenant } => {
+            AdminNeed::Tenant(tenant.as_deref(), "list all pools of a tenant")
+        }
+        AdminRequest::PoolRemove { name, tenant, .. } => AdminNeed::Pool(tenant.as_deref(), name),
+        AdminRequest::Scrub { pool, tenant, .. } => AdminNeed::Pool(tenant.as_deref(), pool),
+        AdminRequest::TargetSetOut { .. }
+        | AdminRequest::TargetReplace { .. }
+        | AdminRequest::TargetForget { .. } => AdminNeed::Node("administer targets"),
+        AdminRequest::SetRebuildRate(_) => AdminNeed::Node("set the rate of rebuilds"),
+        AdminRequest::SetCodingMode(_) => AdminNeed::Node("set the coding mode"),
+        AdminRequest::Status => AdminNeed::Node("see the status of the node"),
+        AdminRequest::Usage => AdminNeed::Node("see the use of the node's machines"),
+        AdminRequest::CollectOrphans { .. } => AdminNeed::Node("collect orphans"),
+        AdminRequest::IssueCapability { .. } | AdminRequest::WhoAmI => AdminNeed::Anyone,
+        AdminRequest::ListSessions => AdminNeed::Tenant(None, "list sessions"),
+        AdminRequest::KillSession(_) => AdminNeed::Tenant(None, "end sessions"),
+        AdminRequest::Audit { .. } => AdminNeed::Node("read the audit log"),
+        AdminRequest::Accounts(request) => match request {
+            AccountRequest::CreateTenant { .. } => AdminNeed::Node("create tenants"),
+            AccountRequest::RemoveTenant { .. } => AdminNeed::Node("remove tenants"),
+            AccountRequest::ListTenants => AdminNeed::Anyone,
+            AccountRequest::CreateUser { is_node_admin: true, .. } => {
+                AdminNeed::Node("create an administrator of the node")
+            }
+            AccountRequest::CreateUser { user, .. } => AdminNeed::Tenant(Some(user.tenant()), "create users"),
+            AccountRequest::ListUsers { tenant } => AdminNeed::Tenant(tenant.as_deref(), "list users"),
+            AccountRequest::RemoveUser { user } => AdminNeed::Tenant(Some(user.tenant()), "remove users"),
+            AccountRequest::Grant { user, .. } => AdminNeed::Tenant(Some(user.tenant()), "grant rights"),
+            AccountRequest::Revoke { user, .. } => AdminNeed::Tenant(Some(user.tenant()), "revoke rights"),
+        },
+    }
+}
