@@ -90,37 +90,37 @@ enum HolderPresence {
 type ReclaimRank<I> = (HolderPresence, Instant, I);
 
 /// A fixed number of slots, divided fairly between peer addresses. Each taken slot has a holder,
-/// with an id of type `I`.
+/// with an id of type `I`. `P` is the address, or what else the slots are divided between.
 #[derive(Debug)]
-pub struct Budget<I> {
+pub struct Budget<I, P = PeerAddress> {
     limit: usize,
     patience: Duration,
-    holders: HashMap<I, Holder>,
+    holders: HashMap<I, Holder<P>>,
     /// Reclaim order of the holders; `None` while no slot needs to be reclaimed.
-    order: Option<ReclaimOrder<I>>,
+    order: Option<ReclaimOrder<I, P>>,
 }
 
 /// The holder of a slot.
 #[derive(Debug, Clone, Copy)]
-struct Holder {
-    peer: PeerAddress,
+struct Holder<P> {
+    peer: P,
     standing: HolderPresence,
     /// Time of the holder's last sign of life or, if the holder is absent, of its disconnect.
     since: Instant,
 }
 
-impl Holder {
+impl<P> Holder<P> {
     fn turn<I>(&self, id: I) -> ReclaimRank<I> {
         (self.standing, self.since, id)
     }
 }
 
-impl<I: Copy + Ord + Hash> Budget<I> {
+impl<I: Copy + Ord + Hash, P: Copy + Ord> Budget<I, P> {
     /// Creates a budget of `limit` slots, at least one. `patience` is the time for which a holder
     /// must be disconnected or silent before a newcomer whose address has its fair share can take
     /// the holder's slot.
     #[must_use]
-    pub fn new(limit: usize, patience: Duration) -> Budget<I> {
+    pub fn new(limit: usize, patience: Duration) -> Budget<I, P> {
         Budget { limit: limit.max(1), patience, holders: HashMap::default(), order: None }
     }
 
@@ -144,7 +144,7 @@ impl<I: Copy + Ord + Hash> Budget<I> {
     /// # Errors
     /// If every slot is taken, the address has its fair share, and no holder may lose its slot to
     /// the newcomer.
-    pub fn admit(&mut self, id: I, peer: PeerAddress, now: Instant) -> Result<Option<I>, Full> {
+    pub fn admit(&mut self, id: I, peer: P, now: Instant) -> Result<Option<I>, Full> {
         if self.holders.contains_key(&id) {
             self.heard(id, now);
             return Ok(None);
@@ -159,7 +159,7 @@ impl<I: Copy + Ord + Hash> Budget<I> {
     }
 
     /// Returns the holder that loses its slot to a newcomer at the address `peer`.
-    fn victim_of(&mut self, peer: PeerAddress, now: Instant) -> Result<I, Full> {
+    fn victim_of(&mut self, peer: P, now: Instant) -> Result<I, Full> {
         let (limit, patience) = (self.limit, self.patience);
         let order = self.order();
         let share = (limit / order.peers_with(peer)).max(1);
@@ -217,7 +217,7 @@ impl<I: Copy + Ord + Hash> Budget<I> {
         }
     }
 
-    fn take(&mut self, id: I) -> Option<Holder> {
+    fn take(&mut self, id: I) -> Option<Holder<P>> {
         let holder = self.holders.remove(&id)?;
         if let Some(order) = &mut self.order {
             order.remove(id, &holder);
@@ -225,33 +225,33 @@ impl<I: Copy + Ord + Hash> Budget<I> {
         Some(holder)
     }
 
-    fn put(&mut self, id: I, holder: Holder) {
+    fn put(&mut self, id: I, holder: Holder<P>) {
         if let Some(order) = &mut self.order {
             order.insert(id, &holder);
         }
         self.holders.insert(id, holder);
     }
 
-    fn order(&mut self) -> &ReclaimOrder<I> {
+    fn order(&mut self) -> &ReclaimOrder<I, P> {
         self.order.get_or_insert_with(|| ReclaimOrder::of(&self.holders))
     }
 }
 
 /// The holders in reclaim order.
 #[derive(Debug)]
-struct ReclaimOrder<I> {
+struct ReclaimOrder<I, P> {
     /// Number of holders when the order was built.
     begun_with: usize,
     /// The holders by address. Every listed address has at least one slot.
-    peers: BTreeMap<PeerAddress, BTreeSet<ReclaimRank<I>>>,
+    peers: BTreeMap<P, BTreeSet<ReclaimRank<I>>>,
     /// The first holder of every address, grouped by the number of slots that the address holds.
-    firsts: BTreeMap<usize, BTreeSet<(ReclaimRank<I>, PeerAddress)>>,
+    firsts: BTreeMap<usize, BTreeSet<(ReclaimRank<I>, P)>>,
     /// The disconnected holders, ordered by the time of the disconnect.
     gone: BTreeSet<(Instant, I)>,
 }
 
-impl<I: Copy + Ord> ReclaimOrder<I> {
-    fn of(holders: &HashMap<I, Holder>) -> ReclaimOrder<I> {
+impl<I: Copy + Ord, P: Copy + Ord> ReclaimOrder<I, P> {
+    fn of(holders: &HashMap<I, Holder<P>>) -> ReclaimOrder<I, P> {
         let mut order = ReclaimOrder {
             begun_with: holders.len(),
             peers: BTreeMap::new(),
@@ -262,7 +262,7 @@ impl<I: Copy + Ord> ReclaimOrder<I> {
         order
     }
 
-    fn insert(&mut self, id: I, holder: &Holder) {
+    fn insert(&mut self, id: I, holder: &Holder<P>) {
         if holder.standing == HolderPresence::Absent {
             self.gone.insert((holder.since, id));
         }
@@ -271,7 +271,7 @@ impl<I: Copy + Ord> ReclaimOrder<I> {
         });
     }
 
-    fn remove(&mut self, id: I, holder: &Holder) {
+    fn remove(&mut self, id: I, holder: &Holder<P>) {
         if holder.standing == HolderPresence::Absent {
             self.gone.remove(&(holder.since, id));
         }
@@ -281,7 +281,7 @@ impl<I: Copy + Ord> ReclaimOrder<I> {
     }
 
     /// Changes the holders of an address, and updates the address's entry in `firsts`.
-    fn change_places(&mut self, peer: PeerAddress, change: impl FnOnce(&mut BTreeSet<ReclaimRank<I>>)) {
+    fn change_places(&mut self, peer: P, change: impl FnOnce(&mut BTreeSet<ReclaimRank<I>>)) {
         let places = self.peers.entry(peer).or_default();
         if let Some(first) = places.first()
             && let Some(firsts) = self.firsts.get_mut(&places.len())
@@ -303,12 +303,12 @@ impl<I: Copy + Ord> ReclaimOrder<I> {
     }
 
     /// Number of addresses that hold slots, including `peer`.
-    fn peers_with(&self, peer: PeerAddress) -> usize {
+    fn peers_with(&self, peer: P) -> usize {
         self.peers.len() + usize::from(!self.peers.contains_key(&peer))
     }
 
     /// Returns the first holder at an address, if the address holds at least `least` slots.
-    fn first_at(&self, peer: PeerAddress, least: usize) -> Option<ReclaimRank<I>> {
+    fn first_at(&self, peer: P, least: usize) -> Option<ReclaimRank<I>> {
         self.peers.get(&peer).filter(|own| own.len() >= least).and_then(BTreeSet::first).copied()
     }
 

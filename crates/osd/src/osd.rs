@@ -90,7 +90,7 @@ impl Osd {
     ) -> wire::Result<SessionId> {
         let OpeningConnection { shard: on, id: connection, peer, owner, about, room } = connection;
         let OpenedSession { id, attachment: number, evicted } =
-            self.slots.borrow_mut().open(presented, on, (peer, &owner))?;
+            self.slots.borrow_mut().open(presented, on, ((about.tenant, peer), &owner))?;
         if presented.is_none() {
             self.shard.config.audit.record(|| AuditEvent {
                 at_ms: about.opened_ms,

@@ -19,11 +19,11 @@ pub(crate) type AttachmentNumber = u64;
 /// sessions.
 pub(crate) struct SessionSlots {
     known: HashMap<SessionId, KnownSession>,
-    /// Divides the slots of the table between peer addresses. A session that loses its slot is
+    /// Divides the slots of the table between tenants and peer addresses. A session that loses its slot is
     /// removed from the table: the collector may then remove the parts of its unfinished uploads,
     /// and the osd may refuse retries of its requests. Its client may still present the session
     /// again.
-    places: Budget<SessionId>,
+    places: Budget<SessionId, (u32, PeerAddress)>,
     generation: u64,
     /// The key with which the osd makes and recognises session ids.
     dpu_key: ProofKey,
@@ -93,13 +93,13 @@ impl SessionSlots {
     }
 
     /// Attaches a session to a connection of a shard: the session that the client presents, or a new
-    /// one. The client has the address `peer`, and has proved the key `owner`. If all slots are taken,
+    /// one. The client belongs to a tenant, has an address, and has proved the key `owner`. If all slots are taken,
     /// another session may lose its slot by the rules of [`Budget`].
     pub(crate) fn open(
         &mut self,
         presented: Option<SessionId>,
         shard: u16,
-        (peer, owner): (PeerAddress, &KeyHash),
+        (peer, owner): ((u32, PeerAddress), &KeyHash),
     ) -> wire::Result<OpenedSession> {
         // The osd must refuse a session id that it never issued. Otherwise a placement group could
         // later mark the id as forgotten, together with all lower numbers. The answer does not tell
@@ -280,8 +280,10 @@ mod tests {
         assert_eq!(sessions.open(Some(opened), 1, (A, &owner)).unwrap().id, opened);
     }
 
-    const A: PeerAddress = PeerAddress::V4([192, 0, 2, 1]);
-    const B: PeerAddress = PeerAddress::V4([192, 0, 2, 2]);
+    const A: (u32, PeerAddress) = (0, PeerAddress::V4([192, 0, 2, 1]));
+    const B: (u32, PeerAddress) = (0, PeerAddress::V4([192, 0, 2, 2]));
+    /// Another tenant at the first address.
+    const TENANT: (u32, PeerAddress) = (1, A.1);
 
     #[tokio::test(start_paused = true)]
     async fn an_address_with_too_many_sessions_loses_a_slot_to_a_new_address() {
@@ -305,6 +307,15 @@ mod tests {
         let back = sessions.open(Some(crowd[1].id), 0, (A, &OWNER.into())).unwrap();
         assert_eq!((back.id, back.evicted), (crowd[1].id, Some(crowd[0].id)));
         assert_eq!(sessions.shortages(), Shortages { reclaimed: 1, refused: 1 });
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_tenant_with_too_many_sessions_loses_a_slot_to_another_tenant_at_the_same_address() {
+        let mut sessions = slots();
+        let crowd: Vec<_> = (0..3).map(|_| sessions.open(None, 0, (A, &OWNER.into())).unwrap().id).collect();
+        assert!(matches!(sessions.open(None, 0, (A, &OWNER.into())), Err(Error::Busy { .. })));
+        let other = sessions.open(None, 0, (TENANT, &OWNER.into())).unwrap();
+        assert!(crowd.contains(&other.evicted.unwrap()));
     }
 
     #[tokio::test]
