@@ -2,7 +2,7 @@
 
 CARGO ?= cargo
 
-.PHONY: help demo test build-tests test-rdma sim sim-sample sim-mutants thrash thrash-sample lint bench bench-redundancy bench-scale layers report build doc fuzz deny setup setup-demo setup-report clean
+.PHONY: help demo test build-tests test-rdma sim sim-sample sim-mutants rights-mutants thrash thrash-sample lint bench bench-redundancy bench-scale layers report build doc fuzz deny setup setup-demo setup-report clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -61,6 +61,9 @@ thrash: setup ## Inject faults into real nodes for MINUTES=60, and check all ans
 # Uses the programs that the tests build, so that CI builds nothing for this target.
 thrash-sample: build-tests ## Inject faults into real nodes for MINUTES=2
 	@$${CARGO_TARGET_DIR:-target}/debug/outboard-thrash --minutes $(or $(MINUTES),2) $(if $(SEED),--seed $(SEED))
+
+rights-mutants: setup ## Plant errors in permissions, and check that the tests of rights find each of them
+	RUSTFLAGS="--cfg mutants" $(CARGO) test --locked -p outboard-osd --target-dir $${CARGO_TARGET_DIR:-target}/mutants --test e2e -- --ignored --exact --nocapture rights::each_planted_error_in_permissions_is_found
 
 lint: setup ## Check documents, type names and formatting, and run clippy; warnings are errors
 	@scripts/setup lint

@@ -6,6 +6,7 @@
 
 use std::cell::Cell;
 use std::str::FromStr;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// A planted bug.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -51,10 +52,34 @@ pub enum Mutant {
     /// The osd looks for the result of an earlier attempt only among the results that the same shard
     /// has recorded.
     LookOnOldShard,
+    /// The osd does not check the right to read.
+    PermitReads,
+    /// The osd does not check the right to write.
+    PermitWrites,
+    /// The osd does not check the right to list.
+    PermitLists,
+    /// A change may compare data without the right to read.
+    CompareWithoutRead,
+    /// A grant on a part of a pool covers the whole pool.
+    IgnorePrefix,
+    /// Each user administers the own tenant.
+    PermitAdmin,
+    /// Each user administers the node.
+    PermitNodeAdmin,
+    /// An administrator of the node gets capabilities with all rights.
+    NodeAdminReads,
+    /// A name of a pool may mean a pool of another tenant.
+    CrossTenants,
+    /// The osd accepts capabilities whose time is over.
+    IgnoreExpiry,
+    /// The osd accepts capabilities from before a change of the user's rights.
+    IgnoreRevision,
+    /// A request may name any third party's memory.
+    PermitForeignMemory,
 }
 
 impl Mutant {
-    /// All planted bugs.
+    /// The planted bugs that simulations find.
     pub const ALL: [Mutant; 19] = [
         Mutant::AcknowledgeBeforeFlush,
         Mutant::DropRequestRecord,
@@ -75,6 +100,22 @@ impl Mutant {
         Mutant::ReadOvertakesWrite,
         Mutant::CommitDependentChange,
         Mutant::LookOnOldShard,
+    ];
+
+    /// The planted errors in permissions, which the tests of rights find.
+    pub const PERMISSIONS: [Mutant; 12] = [
+        Mutant::PermitReads,
+        Mutant::PermitWrites,
+        Mutant::PermitLists,
+        Mutant::CompareWithoutRead,
+        Mutant::IgnorePrefix,
+        Mutant::PermitAdmin,
+        Mutant::PermitNodeAdmin,
+        Mutant::NodeAdminReads,
+        Mutant::CrossTenants,
+        Mutant::IgnoreExpiry,
+        Mutant::IgnoreRevision,
+        Mutant::PermitForeignMemory,
     ];
 
     /// The bug's name for command lines.
@@ -100,6 +141,18 @@ impl Mutant {
             Mutant::ReadOvertakesWrite => "read-overtakes-write",
             Mutant::CommitDependentChange => "commit-dependent-change",
             Mutant::LookOnOldShard => "look-on-old-shard",
+            Mutant::PermitReads => "permit-reads",
+            Mutant::PermitWrites => "permit-writes",
+            Mutant::PermitLists => "permit-lists",
+            Mutant::CompareWithoutRead => "compare-without-read",
+            Mutant::IgnorePrefix => "ignore-prefix",
+            Mutant::PermitAdmin => "permit-admin",
+            Mutant::PermitNodeAdmin => "permit-node-admin",
+            Mutant::NodeAdminReads => "node-admin-reads",
+            Mutant::CrossTenants => "cross-tenants",
+            Mutant::IgnoreExpiry => "ignore-expiry",
+            Mutant::IgnoreRevision => "ignore-revision",
+            Mutant::PermitForeignMemory => "permit-foreign-memory",
         }
     }
 }
@@ -108,7 +161,8 @@ impl FromStr for Mutant {
     type Err = String;
 
     fn from_str(name: &str) -> Result<Mutant, String> {
-        Mutant::ALL.into_iter().find(|mutant| mutant.name() == name).ok_or_else(|| {
+        let mut all = Mutant::ALL.into_iter().chain(Mutant::PERMISSIONS);
+        all.find(|mutant| mutant.name() == name).ok_or_else(|| {
             let names: Vec<_> = Mutant::ALL.iter().map(|mutant| mutant.name()).collect();
             format!("{name:?} is not a planted bug; the planted bugs are {}", names.join(", "))
         })
@@ -125,11 +179,20 @@ pub fn plant(mutant: Option<Mutant>) {
     PLANTED.set(mutant);
 }
 
+/// The bug that is active on all threads: its place in the enum plus 1, or 0 for none.
+static EVERYWHERE: AtomicUsize = AtomicUsize::new(0);
+
+/// Activates a planted bug on all threads, or none. Has an effect only in a build with
+/// `--cfg mutants`.
+pub fn plant_everywhere(mutant: Option<Mutant>) {
+    EVERYWHERE.store(mutant.map_or(0, |mutant| mutant as usize + 1), Ordering::SeqCst);
+}
+
 /// Whether a planted bug is active on the current thread. Use [`mutant!`](crate::mutant!), which
 /// costs nothing in ordinary builds.
 #[must_use]
 pub fn is_planted(mutant: Mutant) -> bool {
-    PLANTED.get() == Some(mutant)
+    PLANTED.get() == Some(mutant) || EVERYWHERE.load(Ordering::Relaxed) == mutant as usize + 1
 }
 
 /// Whether a planted bug is active. The argument is the name of a variant of

@@ -26,16 +26,19 @@ pub enum Protocol {
     Messenger,
     /// The control plane: gRPC over HTTP/2.
     Control,
+    /// The channel over TCP, between an osd and a store.
+    Channel,
 }
 
 impl Protocol {
-    const ALL: [Protocol; 2] = [Protocol::Messenger, Protocol::Control];
+    const ALL: [Protocol; 3] = [Protocol::Messenger, Protocol::Control, Protocol::Channel];
 
     /// The name in the handshake (ALPN, RFC 7301).
     pub(crate) fn name(self) -> &'static [u8] {
         match self {
             Protocol::Messenger => b"outboard-messenger/3",
             Protocol::Control => b"h2",
+            Protocol::Channel => b"outboard-channel/1",
         }
     }
 }

@@ -4,6 +4,9 @@
 //! DIR/keys/node.pem      the node's private key, which the osd proves to its clients
 //! DIR/keys/dpu           the DPU's secret key, with which the osd recognises what it has handed out
 //! DIR/keys/admin         hash of the administrator's key
+//! DIR/keys/osd           hash of the node's key: the osd that the store accepts over TCP
+//! DIR/keys/store.pem     the store's private key, which the store proves to its osd over TCP
+//! DIR/keys/store         hash of the store's key, which the osd expects over TCP
 //! DIR/credentials.toml   the administrator's credentials, which local commands use
 //! ```
 //!
@@ -11,6 +14,9 @@
 //! the owner of the node can read the private keys. `credentials.toml` may be moved to the
 //! administrator's machine. It is created only together with `keys/admin`: a node whose administrator
 //! keeps the credentials elsewhere gets no new ones.
+//!
+//! If osd and store run on two machines, each has a directory of its own. Copy `keys/osd` to the store's
+//! machine, and `keys/store` to the osd's.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -31,6 +37,12 @@ use super::durable::{create_directory, create_secret, replace_file};
 const KEYS: &str = "keys";
 /// File of the administrator's credentials, relative to the node's directory.
 const CREDENTIALS: &str = "credentials.toml";
+/// File with the hash of the osd's key.
+const OSD: &str = "osd";
+/// File with the hash of the store's key.
+const STORE: &str = "store";
+/// File with the store's private key.
+const STORE_KEY: &str = "store.pem";
 /// Name of the tenant that every node has.
 pub const MAIN_TENANT: &str = "main";
 /// Name of the user who administers the node.
@@ -42,6 +54,12 @@ pub enum NodeKeysError {
     /// A file cannot be read or written.
     #[error(transparent)]
     Dir(#[from] DirError),
+    /// The osd does not know which store to expect.
+    #[error("{} does not exist; copy it from the directory of the store, which makes it when it starts", path.display())]
+    NoStore {
+        /// The file.
+        path: PathBuf,
+    },
     /// A key is invalid.
     #[error("{}: {source}; restore the file from a backup, or remove the directory {} and credentials.toml: `outboard up` then makes new keys", path.display(), KEYS)]
     Key {
@@ -86,6 +104,10 @@ impl NodeKeys {
             }
         };
         let dpu = dpu_key(&folder)?;
+        let known = folder.join(OSD);
+        if read(&known)?.as_deref().map(str::trim) != Some(&node.key().to_string()) {
+            replace_file(&known, format!("{}\n", node.key()))?;
+        }
         if let Some(text) = read(&admin)? {
             let admin = text.trim().parse().map_err(|source| NodeKeysError::Key { path: admin, source })?;
             update(&credentials, node.key(), admin)?;
@@ -114,7 +136,7 @@ impl NodeKeys {
     #[must_use]
     pub fn exist(root: &Path) -> bool {
         let folder = root.join(KEYS);
-        let keys = ["admin", "dpu", "node.pem"].map(|name| folder.join(name));
+        let keys = ["admin", "dpu", "node.pem", OSD, STORE, STORE_KEY].map(|name| folder.join(name));
         keys.into_iter().chain([credentials_path(root)]).any(|path| path.exists())
     }
 
@@ -125,7 +147,7 @@ impl NodeKeys {
     /// If the operating system reports an error.
     pub fn remove(root: &Path) -> Result<(), DirError> {
         let folder = root.join(KEYS);
-        let keys = ["admin", "dpu", "node.pem"].map(|name| folder.join(name));
+        let keys = ["admin", "dpu", "node.pem", OSD, STORE, STORE_KEY].map(|name| folder.join(name));
         for path in keys.into_iter().chain([credentials_path(root)]) {
             super::durable::remove_file(&path)?;
         }
@@ -135,6 +157,18 @@ impl NodeKeys {
             }
             _ => Ok(()),
         }
+    }
+
+    /// Returns the trust of the osd towards a store that it reaches over TCP: the osd proves the node's
+    /// key, and expects the key that `keys/store` in the directory `root` names.
+    ///
+    /// # Errors
+    /// If the file is missing or invalid.
+    pub fn channel_trust(&self, root: &Path) -> Result<Trust, NodeKeysError> {
+        let path = root.join(KEYS).join(STORE);
+        let Some(text) = read(&path)? else { return Err(NodeKeysError::NoStore { path }) };
+        let store = text.trim().parse().map_err(|source| NodeKeysError::Key { path, source })?;
+        Ok(Trust::client(&self.node, store))
     }
 
     /// Returns the DPU's secret key.
@@ -148,6 +182,41 @@ impl NodeKeys {
     #[must_use]
     pub fn trust(&self, users: Directory, audit: Arc<dyn AuditSink>) -> Trust {
         Trust::server(&self.node, Arc::new(Users { admin: self.admin, users, audit }))
+    }
+}
+
+/// Returns the trust of a store with the directory `root` that listens at a TCP address: it proves its
+/// own key, and accepts the osd whose key `keys/osd` names at that time. Creates the store's key if it is
+/// missing.
+///
+/// # Errors
+/// If a file cannot be read or written, or if the key is invalid.
+pub fn store_trust(root: &Path) -> Result<Trust, NodeKeysError> {
+    let folder = root.join(KEYS);
+    create_directory(&folder)?;
+    let own = folder.join(STORE_KEY);
+    let store = match read(&own)? {
+        Some(text) => Identity::from_pem(&text).map_err(|source| NodeKeysError::Key { path: own, source })?,
+        None => {
+            let made = Identity::generate();
+            create_secret(&own, made.to_pem())?;
+            made
+        }
+    };
+    let known = folder.join(STORE);
+    if read(&known)?.as_deref().map(str::trim) != Some(&store.key().to_string()) {
+        replace_file(&known, format!("{}\n", store.key()))?;
+    }
+    Ok(Trust::server(&store, Arc::new(AcceptedOsd(folder.join(OSD)))))
+}
+
+/// The osd that a store accepts: the one whose key a file names.
+struct AcceptedOsd(PathBuf);
+
+impl UserDirectory for AcceptedOsd {
+    fn find(&self, key: &KeyHash) -> Option<UserName> {
+        let named = std::fs::read_to_string(&self.0).ok()?.trim().parse::<KeyHash>().ok()?;
+        (named == *key).then(|| UserName { id: NODE_ADMIN, tenant: MAIN_TENANT.into(), user: OSD.into() })
     }
 }
 

@@ -58,7 +58,7 @@ pub enum Stores {
     /// In this process, with the engines that compute parity.
     Here(Targets, Arc<Engines>),
     /// In a separate process.
-    Behind(StoreEndpoint),
+    Behind(StoreEndpoint, Trust),
 }
 
 /// What all shards of an osd have in common.
@@ -143,12 +143,14 @@ impl Backend {
                     attachment: None,
                 })
             }
-            Stores::Behind(endpoint) => Backend::join(endpoint, common, number, staging).await,
+            Stores::Behind(endpoint, trust) => {
+                Backend::join((endpoint, trust), common, number, staging).await
+            }
         }
     }
 
     async fn join(
-        endpoint: StoreEndpoint,
+        (endpoint, trust): (StoreEndpoint, Trust),
         common: &ShardCommon,
         number: u16,
         staging: usize,
@@ -162,6 +164,7 @@ impl Backend {
             cool_down: channel.cool_down.0,
             verify_every: channel.verify_every,
             tuning: attachment_tuning(channel.tuning()),
+            trust,
             faults,
             outstanding: common.outstanding(),
             seat: SeatClaim { osd: common.run, seat: number, seats: common.shards },

@@ -11,8 +11,8 @@ use super::cpus::Cpus;
 
 /// A UNIX socket (`run/store.sock`) or a TCP address (`tcp:10.0.0.7:7401`). With a UNIX socket,
 /// every engine transfers payload by DMA. With TCP, only the engine `ofi` transfers payload by DMA;
-/// the engine `shm` is not used, and all payload goes through the TCP stream. TCP is not
-/// authenticated, so use it only in trusted networks.
+/// the engine `shm` is not used, and all payload goes through the TCP stream. Over TCP, both ends
+/// prove their keys, but the data is not encrypted.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum StoreAddress {
     /// Path of a UNIX socket.

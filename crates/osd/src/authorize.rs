@@ -13,7 +13,7 @@ use std::cell::Cell;
 use std::rc::Rc;
 use std::time::Duration;
 
-use capability::{CapabilityError, Resource, Rights};
+use capability::{CapabilityError, ClaimedGrant, Resource, Rights};
 use identity::{Caller, KeyHash};
 use tokio::time::Instant;
 use wire::{
@@ -71,13 +71,14 @@ impl SessionRights {
     /// # Errors
     /// [`Error::CapabilityRefused`] if it has expired, or the rights of the user have changed since.
     fn check(&self, shard: &Shard) -> Result<()> {
-        if Instant::now() >= self.until {
+        if Instant::now() >= self.until && !base::mutant!(IgnoreExpiry) {
             return Err(shard.refusal_of(CapabilityError::Expired));
         }
         let map = shard.map.borrow();
         if self.checked.get() != map.epoch {
             let claims = self.rights.claims();
-            if map.accounts.revision(claims.user) != Some(claims.revision) {
+            let is_current = map.accounts.revision(claims.user) == Some(claims.revision);
+            if !is_current && !base::mutant!(IgnoreRevision) {
                 return Err(shard.refusal_of(CapabilityError::Outdated));
             }
             self.checked.set(map.epoch);
@@ -110,9 +111,21 @@ pub(crate) fn authorize(
     let RequestNeed { pool: name, place, verbs, memory } = need(request)?;
     let claims = sender.rights.claims();
     let text = std::str::from_utf8(name).ok();
-    let pool = text.and_then(|name| shard.pools.open_named(claims.tenant, name));
+    let mut pool = text.and_then(|name| shard.pools.open_named(claims.tenant, name));
+    if base::mutant!(CrossTenants) {
+        let is_named = |pool: &Rc<ActivePool>| text == Some(&pool.record.name);
+        pool = pool.or_else(|| shard.pools.all_open().into_iter().find(is_named));
+    }
     let id = pool.as_ref().map(|pool| pool.record.id);
-    if let Some(missing) = verbs.iter().find(|verb| !sender.rights.permits(**verb, id, place)) {
+    let permits = |verb: Verb| {
+        let is_skipped = (verb == Verb::Read && base::mutant!(PermitReads))
+            || (verb == Verb::Write && base::mutant!(PermitWrites))
+            || (verb == Verb::List && base::mutant!(PermitLists));
+        let covers_pool = |grant: &ClaimedGrant| grant.pool == id && grant.verbs.contains(verb);
+        let is_skipped = is_skipped || (base::mutant!(IgnorePrefix) && claims.grants.iter().any(covers_pool));
+        is_skipped || sender.rights.permits(verb, id, place)
+    };
+    if let Some(missing) = verbs.iter().find(|verb| !permits(**verb)) {
         return Err(Error::NotPermitted {
             user: claims.name.clone(),
             verb: missing.to_string(),
@@ -121,6 +134,7 @@ pub(crate) fn authorize(
     }
     if let Some(BulkOwner::Fabric(address)) = memory.map(|descriptor| &descriptor.owner)
         && !claims.memory.contains(address)
+        && !base::mutant!(PermitForeignMemory)
     {
         let what = "name memory of a third party that the capability does not name".into();
         return Err(Error::NotAdministrator { user: claims.name.clone(), what });
@@ -149,6 +163,7 @@ fn need(request: &ObjectRequest) -> Result<RequestNeed<'_>> {
                 Condition::Xattr(..) | Condition::Omap(..) | Condition::Bytes(..) => true,
                 Condition::Exists | Condition::Absent | Condition::Version(_) => false,
             });
+            let reads = reads && !base::mutant!(CompareWithoutRead);
             let verbs: &[Verb] = if reads { &[Verb::Write, Verb::Read] } else { &[Verb::Write] };
             let memory = match data {
                 Data::Bulk(descriptor) => Some(descriptor),
@@ -242,14 +257,17 @@ pub(crate) fn authorize_admin(shard: &Shard, caller: &Caller, request: &AdminReq
             let tenant = standing.tenant;
             Ok(AdminGrant { standing, tenant, pool: None })
         }
-        AdminNeed::Node(what) if !standing.is_node_admin => Err(refused(what)),
+        AdminNeed::Node(what) if !standing.is_node_admin && !base::mutant!(PermitNodeAdmin) => {
+            Err(refused(what))
+        }
         AdminNeed::Node(_) => {
             let tenant = standing.tenant;
             Ok(AdminGrant { standing, tenant, pool: None })
         }
         AdminNeed::Tenant(name, what) => {
             let tenant = tenant(name, what)?;
-            let is_own = tenant == standing.tenant && standing.permits(Verb::Admin, None);
+            let is_own = tenant == standing.tenant
+                && (standing.permits(Verb::Admin, None) || base::mutant!(PermitAdmin));
             if !standing.is_node_admin && !is_own {
                 return Err(refused(what));
             }

@@ -106,7 +106,7 @@ fn a_user_works_within_the_granted_rights_until_they_are_revoked() {
     assert!(message.contains("outboard grant films/cutter --pool raw/2024-a --rights write"), "{message}");
     node.admin(&["grant", "films/cutter", "--pool", "raw/2024-", "--rights", "read,write,list"]);
     node.user(&cutter, &put);
-    assert_eq!(node.user(&cutter, &["get", "raw/2024-a"]), "frames");
+    assert_eq!(node.user(&cutter, &["get", "raw/2024-a", "-"]), "frames");
     assert_eq!(node.user(&cutter, &["ls", "raw", "--prefix", "2024-"]), "2024-a\n");
     node.refused(&cutter, &["ls", "raw"]);
     node.refused(&cutter, &["put", "raw/2023", file.to_str().unwrap()]);
@@ -120,14 +120,14 @@ fn a_user_works_within_the_granted_rights_until_they_are_revoked() {
     // The administrator of the node sees the pool by name, but not its objects.
     assert_eq!(node.admin(&["pool", "ls"]), "");
     assert_eq!(node.admin(&["pool", "ls", "--tenant", "films"]), "raw\n");
-    let output = node.command(&["get", "raw/2024-a"]).output().unwrap();
+    let output = node.command(&["get", "raw/2024-a", "-"]).output().unwrap();
     assert!(!output.status.success() && output.stdout.is_empty());
 
     node.admin(&["revoke", "films/cutter", "--rights", "write"]);
     node.refused(&cutter, &put);
-    assert_eq!(node.user(&cutter, &["get", "raw/2024-a"]), "frames");
+    assert_eq!(node.user(&cutter, &["get", "raw/2024-a", "-"]), "frames");
     node.admin(&["user", "rm", "films/cutter"]);
-    let message = node.refused(&cutter, &["get", "raw/2024-a"]);
+    let message = node.refused(&cutter, &["get", "raw/2024-a", "-"]);
     assert!(message.contains("unknown or was revoked"), "{message}");
 
     let audit = node.admin(&["audit", "--json"]);
@@ -189,19 +189,19 @@ fn a_capability_narrows_the_rights_of_its_user_and_serves_only_its_holder() {
     node.admin(&["token", "issue", "--pool", "raw/a", "--rights", "read", "--valid", "10m", "--out", token]);
     let shown: Value = serde_json::from_str(&node.admin(&["token", "show", token, "--json"])).unwrap();
     assert_eq!((&shown["user"], &shown["grants"][0]["rights"]), (&"main/admin".into(), &"read".into()));
-    assert_eq!(node.admin(&["--capability", token, "get", "raw/a"]), "frames");
+    assert_eq!(node.admin(&["--capability", token, "get", "raw/a", "-"]), "frames");
     let output = node.command(&["--capability", token, "rm", "raw/a"]).output().unwrap();
     assert_eq!(output.status.code(), Some(REFUSED), "{}", String::from_utf8_lossy(&output.stderr));
 
     // Another user cannot use it, and a change of the file makes it worthless.
     let other = node.create_user("main/other");
-    let message = node.refused(&other, &["--capability", token, "get", "raw/a"]);
+    let message = node.refused(&other, &["--capability", token, "get", "raw/a", "-"]);
     assert!(message.contains("another key"), "{message}");
     let mut altered = std::fs::read(token).unwrap();
     let middle = altered.len() / 2;
     altered[middle] ^= 1;
     std::fs::write(token, altered).unwrap();
-    let output = node.command(&["--capability", token, "get", "raw/a"]).output().unwrap();
+    let output = node.command(&["--capability", token, "get", "raw/a", "-"]).output().unwrap();
     assert_eq!(output.status.code(), Some(REFUSED), "{}", String::from_utf8_lossy(&output.stderr));
 
     // A user cannot issue more than the user has.

@@ -20,6 +20,7 @@ pub mod fuzz;
 mod messages;
 mod options;
 mod poller;
+mod proof;
 mod proxy_store;
 mod proxy_store_set;
 mod server;

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use base::fault::Faults;
 use channel::{DmaEngine, MemoryOptions, SeatClaim};
+use identity::Trust;
 
 /// The address at which the store's process listens.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -14,8 +15,7 @@ pub enum StoreEndpoint {
     /// A UNIX socket.
     Unix(PathBuf),
     /// A TCP address, `host:port`. DMA carries payload only if the engine reaches host memory over
-    /// a network, as `ofi` does. The connection is not authenticated, so use it only in trusted
-    /// networks.
+    /// a network, as `ofi` does. Both ends prove their keys, but what follows is not encrypted.
     Tcp(String),
     /// A simulated wire.
     #[cfg(feature = "sim")]
@@ -51,6 +51,8 @@ pub struct AttachmentOptions {
     /// The seat at the store. Each shard of an osd opens its own attachment with its own seat, and
     /// all of them have the same id of the osd's run. The default is the only seat of a new run.
     pub seat: SeatClaim,
+    /// The osd's identity, and the key of the store, for a store that is reached over TCP.
+    pub trust: Trust,
     /// Faults to inject in this process.
     pub faults: Faults,
 }
@@ -90,6 +92,7 @@ impl Default for AttachmentOptions {
             verify_every: 1,
             tuning: DmaTuning::default(),
             seat: SeatClaim::sole(),
+            trust: Trust::default(),
             faults: Faults::default(),
         }
     }

@@ -11,6 +11,7 @@ use channel::{
 use tokio::net::{TcpStream, UnixStream};
 
 use crate::options::StoreEndpoint;
+use crate::proof::prove_to_store;
 use crate::shared::Shared;
 use crate::store_channel::{ChannelDriver, RingSide, StoreChannel, StoreChannelOptions};
 
@@ -66,7 +67,12 @@ async fn open(
 ) -> Result<(Arc<StoreChannel>, ChannelDriver, Vec<TargetInfo>), ChannelError> {
     let socket = match &shared.endpoint {
         StoreEndpoint::Unix(path) => Socket::Unix(UnixStream::connect(path).await?),
-        StoreEndpoint::Tcp(address) => Socket::tcp(TcpStream::connect(address).await?)?,
+        StoreEndpoint::Tcp(address) => {
+            let mut stream = TcpStream::connect(address).await?;
+            stream.set_nodelay(true)?;
+            prove_to_store(&mut stream, &shared.options.trust).await?;
+            Socket::tcp(stream)?
+        }
         #[cfg(feature = "sim")]
         StoreEndpoint::Sim(wire) => wire.connect().await?,
     };

@@ -57,6 +57,8 @@ pub const EXPECTED: &[&str] = &[
     "engine: failed transfers",
     "engine: resets",
     "engine: stalled transfers",
+    "guest: permitted writes",
+    "guest: refused writes",
     "metric: outboard_faults_fired",
     "metric: outboard_messenger_resumes",
     "metric: outboard_osd_changes_copied_total",

@@ -9,6 +9,7 @@
 
 pub mod coverage;
 pub mod history;
+pub mod identities;
 pub mod memory;
 pub mod node;
 pub mod output;

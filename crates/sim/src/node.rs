@@ -18,7 +18,7 @@ use channel::sim::{ControlWire, EngineFaults, SimEngine, SimEngineOptions, WireO
 use channel::{SeatClaim, TargetInfo};
 use client::ControlWay;
 use client::engine::InProcess;
-use identity::Caller;
+use identity::Trust;
 use messenger::transport::sim::SimNetwork;
 use messenger::{ConnectionConfig, SimStack};
 use node::remount;
@@ -38,6 +38,7 @@ use wire::{AdminReply, CodingMode, CodingOffload, Placement};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use crate::coverage::{Coverage, SHARDED_STARTS};
+use crate::identities::{SimIdentities, SimUser};
 use crate::memory::{DamagedMemorySet, DamagedMemoryStore, MemoryFlips};
 use crate::plan::{NodeRole, RandomStream, SimulationPlan, rng};
 use crate::role::SimRole;
@@ -98,6 +99,7 @@ pub struct SimNode {
     is_refused: Cell<bool>,
     /// The administrator of the osd that was started last.
     administrator: Arc<Mutex<Option<OsdAdministrator>>>,
+    identities: SimIdentities,
     osd: RoleSlot,
     store: RoleSlot,
 }
@@ -153,6 +155,7 @@ impl SimNode {
             lost: RefCell::new(vec![false; plan.targets]),
             is_refused: Cell::new(false),
             administrator: Arc::default(),
+            identities: SimIdentities::default(),
             osd: RoleSlot::default(),
             store: RoleSlot::default(),
         })
@@ -615,6 +618,7 @@ impl SimNode {
             coding,
             witness: Some(WitnessAt(Arc::clone(&self.witness) as _)),
             forgotten: self.accepted_losses(),
+            users: self.identities.users(),
             ..OsdConfig::default()
         };
         let seconds = |seconds| Duration::from_secs(seconds);
@@ -651,13 +655,20 @@ impl SimNode {
             .collect()
     }
 
-    /// The way to the control plane of the osd that runs at the time of a call.
+    /// The identities of the node and its users.
     #[must_use]
-    pub fn control(&self) -> ControlWay {
-        let current = Arc::clone(&self.administrator);
+    pub fn identities(&self) -> &SimIdentities {
+        &self.identities
+    }
+
+    /// The way of a user to the control plane of the osd that runs at the time of a call.
+    #[must_use]
+    pub fn control(&self, user: SimUser) -> ControlWay {
+        let (current, identities) = (Arc::clone(&self.administrator), self.identities.clone());
         let administer = move |request, is_repeated| -> BoxFuture<'static, wire::Result<AdminReply>> {
-            match current.lock().unwrap_or_else(PoisonError::into_inner).clone() {
-                Some(administrator) => administrator.administer(Caller::process(), request, is_repeated),
+            let running = current.lock().unwrap_or_else(PoisonError::into_inner).clone();
+            match running.zip(identities.caller(user)) {
+                Some((administrator, caller)) => administrator.administer(caller, request, is_repeated),
                 None => Box::pin(std::future::ready(Err(wire::Error::Unavailable("no osd runs".into())))),
             }
         };
@@ -676,7 +687,7 @@ impl SimNode {
                 Err(e) => self.trace.event(format_args!("the osd cannot start: {e}")),
             }
         };
-        let stack = Arc::new(stack(&self.plan, &self.network, HOST));
+        let stack = Arc::new(stack(&self.plan, &self.network, HOST, self.identities.of_osd()));
         let attachments: Vec<_> = parts.iter().filter_map(|part| part.attachment.clone()).collect();
         let superseded = async {
             match attachments.is_empty() {
@@ -714,8 +725,8 @@ fn add_engine(coverage: &mut Coverage, engine: &SimEngine) {
 
 /// Creates the network stack of a process on a host.
 #[must_use]
-pub fn stack(plan: &SimulationPlan, network: &SimNetwork, host: &str) -> SimStack {
-    let (host, config) = (network.host(host), ConnectionConfig::default());
+pub fn stack(plan: &SimulationPlan, network: &SimNetwork, host: &str, trust: Trust) -> SimStack {
+    let (host, config) = (network.host(host), ConnectionConfig { trust, ..ConnectionConfig::default() });
     if plan.packets { host.stack_with_packets(config, PATH_COOL_DOWN, false) } else { host.stack(config) }
 }
 

@@ -444,6 +444,8 @@ pub enum RandomStream {
     Sharded,
     /// The number of shards of the n-th osd.
     Shards(u64),
+    /// The guest whose rights change.
+    Guest,
 }
 
 /// Returns the random number generator for `stream` in the simulation of `seed`.
@@ -472,6 +474,7 @@ pub fn rng(seed: u64, stream: RandomStream) -> StdRng {
         RandomStream::Hot => (19, 0),
         RandomStream::Sharded => (20, 0),
         RandomStream::Shards(n) => (21, n),
+        RandomStream::Guest => (22, 0),
     };
     let mut key = [0; 32];
     key[..8].copy_from_slice(&seed.to_le_bytes());

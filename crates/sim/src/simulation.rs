@@ -24,6 +24,7 @@ use crate::history::{
     CheckOptions, ClientId, History, ListCall, Outcome, QueryCall, RangeRead, Request, Rule, TargetSpace,
     Violation,
 };
+use crate::identities::SimUser;
 use crate::node::{ENDPOINT, SimNode, stack};
 use crate::plan::{
     BURST_INTERVAL, BURST_LENGTH, PlannedFault, PlannedPool, RandomStream, SimulationPlan, rng,
@@ -33,6 +34,7 @@ use crate::trace::EventTrace;
 use crate::workload::{ClientWorkload, SharedWorkload, WorkloadOptions};
 
 mod faults;
+mod guest;
 mod last_checks;
 mod operator;
 
@@ -242,6 +244,7 @@ impl Simulation {
             let running = Some(self.start_client(number));
             self.clients.borrow_mut().push(ClientSlot { running, held: 0 });
         }
+        let guest = spawn_local(ThreadClass::Admin, Rc::clone(&self).guest());
         let inject = |fault: &PlannedFault| {
             let (this, fault) = (Rc::clone(&self), fault.clone());
             spawn_local(ThreadClass::Admin, async move { this.inject(fault).await })
@@ -300,6 +303,7 @@ impl Simulation {
         operator.abort();
         self.history.borrow_mut().kill(id, self.now());
         self.is_over.set(true);
+        guest.abort();
         let clients: Vec<_> = self.clients.borrow().iter().filter_map(|slot| slot.running.clone()).collect();
         let ending = async {
             for (client, _) in &clients {
@@ -353,13 +357,27 @@ impl Simulation {
     }
 
     async fn connect_with(&self, host: &str, options: Options) -> Client {
-        let (control, clock) = (Some(self.node.control()), self.node.client_clock());
-        let options = Options { control, clock, ..options };
-        let stack = Arc::new(stack(&self.plan, &self.network, host));
+        loop {
+            // The simulation of other clients than the guest's ends only after they have connected.
+            if let Some(client) = self.connect_as(SimUser::Admin, host, options.clone()).await {
+                return client;
+            }
+        }
+    }
+
+    /// Connects as a user. Returns `None` if the simulation is over.
+    async fn connect_as(&self, user: SimUser, host: &str, options: Options) -> Option<Client> {
+        let (control, clock) = (Some(self.node.control(user)), self.node.client_clock());
+        let trust = self.node.identities().of_client(user);
+        let options = Options { control, clock, trust: trust.clone(), ..options };
+        let stack = Arc::new(stack(&self.plan, &self.network, host, trust));
         loop {
             match Client::connect_over(Arc::clone(&stack) as _, ENDPOINT, options.clone()).await {
-                Ok(client) => return client,
+                Ok(client) => return Some(client),
                 Err(e) => self.trace.event(format_args!("{host} cannot connect: {e}")),
+            }
+            if user == SimUser::Guest && self.is_over.get() {
+                return None;
             }
             sleep(Duration::from_millis(500)).await;
         }

@@ -11,6 +11,7 @@ use base::watch;
 use control::{ControlListener, ControlServer};
 use futures::FutureExt;
 use futures::future::LocalBoxFuture;
+use identity::Trust;
 use osd::{AuditSink, Directory, OsdAdministrator};
 use store::{BlockStore, MountOptions, RemountedStore};
 use tokio::runtime::Runtime;
@@ -92,7 +93,11 @@ async fn serve(
     let stores = match stores {
         StoresAt::Behind(address) => {
             cpus.apply(ChannelSide::Dpu).doing("restricting the process to the CPUs of osd.cpus")?;
-            Stores::Behind(address.endpoint())
+            let trust = match &address {
+                StoreAddress::Tcp(_) => keys.channel_trust(Path::new("")).doing("reading the store's key")?,
+                StoreAddress::Unix(_) => Trust::default(),
+            };
+            Stores::Behind(address.endpoint(), trust)
         }
         StoresAt::Here(paths) => {
             let progress = process.report_progress();

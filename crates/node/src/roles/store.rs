@@ -1,10 +1,12 @@
 //! The role `store`, which owns the targets and serves them to an osd.
 
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
 use channel::ofi::OfiHostOptions;
 use channel::{MemoryLayout, MemoryOptions};
+use identity::Trust;
 use proxy::{Server, ServerOptions};
 use store::BlockStore;
 
@@ -13,6 +15,7 @@ use crate::coding;
 use crate::config::EngineKind;
 use crate::cpus::ChannelSide;
 use crate::failure::{Doing, Failure, Result};
+use crate::node_keys;
 use crate::remount;
 use crate::request_side;
 use crate::role::{self, RoleArgs, RoleProcess, StopSignals};
@@ -59,6 +62,11 @@ async fn serve(process: RoleProcess, paths: TargetPaths, socket: StoreAddress) -
         EngineKind::Shm => None,
         EngineKind::Ofi(provider) => Some(OfiHostOptions::new(provider, channel.ofi_listen)),
     };
+    let trust = match &socket {
+        // The role runs in the node's directory.
+        StoreAddress::Tcp(_) => node_keys::store_trust(Path::new("")).doing("reading the store's key")?,
+        StoreAddress::Unix(_) => Trust::default(),
+    };
     let defaults = ServerOptions::default();
     let layout = MemoryLayout { data_len: channel.window.0, ..MemoryOptions::default().layout };
     let (max_memory, max_outstanding) = request_side::store_limits(layout, channel.requests);
@@ -66,6 +74,7 @@ async fn serve(process: RoleProcess, paths: TargetPaths, socket: StoreAddress) -
         max_memory: defaults.max_memory.max(max_memory),
         max_outstanding: defaults.max_outstanding.max(max_outstanding),
         ofi,
+        trust,
         faults: faults.clone(),
         engines: Some(engines),
         poll: Duration::from_micros(channel.host_poll_us),

@@ -330,8 +330,8 @@ fn verdict<T>(answer: &Result<T, Error>) -> &'static str {
     }
 }
 
-/// Compares the answers with a table, and reports all differences.
-fn compare(title: &str, found: &BTreeMap<String, Vec<&'static str>>) {
+/// Returns all differences between the answers and a table.
+fn compare(title: &str, found: &BTreeMap<String, Vec<&'static str>>) -> Vec<String> {
     let expected = table(title);
     let mut wrong = Vec::new();
     for (row, answers) in found {
@@ -348,11 +348,16 @@ fn compare(title: &str, found: &BTreeMap<String, Vec<&'static str>>) {
     wrong.extend(
         expected.keys().filter(|row| !found.contains_key(*row)).map(|row| format!("untested row {row}")),
     );
-    assert!(wrong.is_empty(), "table \"{title}\":\n{}", wrong.join("\n"));
+    wrong
 }
 
 #[tokio::test]
 async fn every_request_of_the_data_path_gets_the_answer_of_the_table() {
+    assert_eq!(wrong_requests().await, Vec::<String>::new());
+}
+
+/// Makes every request as every caller. Returns the differences from the table.
+async fn wrong_requests() -> Vec<String> {
     let world = World::start().await;
     let mut lines = world.lines().await;
     let same = Condition::Bytes(0, "x".into());
@@ -390,7 +395,7 @@ async fn every_request_of_the_data_path_gets_the_answer_of_the_table() {
             found.entry(row_of(request)).or_default().push(answer);
         }
     }
-    compare("request", &found);
+    compare("request", &found)
 }
 
 /// Returns the name of a call's row. A new request of an operator does not compile without its row.
@@ -431,6 +436,11 @@ fn call_of(request: &AdminRequest) -> &'static str {
 
 #[tokio::test]
 async fn every_call_of_the_control_plane_gets_the_answer_of_the_table() {
+    assert_eq!(wrong_calls().await, Vec::<String>::new());
+}
+
+/// Makes every call as every caller. Returns the differences from the table.
+async fn wrong_calls() -> Vec<String> {
     let world = World::start().await;
     world.account(RemoveUser { user: "films/gone".parse().unwrap() }).await;
     let tenant = || Some("films".to_owned());
@@ -504,7 +514,7 @@ async fn every_call_of_the_control_plane_gets_the_answer_of_the_table() {
             found.entry(row).or_default().push(answer);
         }
     }
-    compare("call", &found);
+    compare("call", &found)
 }
 
 impl World {
@@ -601,4 +611,26 @@ async fn accounts_and_rights_survive_a_restart() {
     let connected = stack.connect(osd.endpoint(), ConnectOptions::default()).await;
     assert!(connected.is_ok(), "the osd knows its users from the map");
     osd.stop();
+}
+
+/// Each planted error in permissions turns a cell of the tables wrong. The bugs are active in the whole
+/// process, so this test runs alone: `make rights-mutants`.
+#[cfg(mutants)]
+#[tokio::test]
+#[ignore = "needs the process for itself"]
+async fn each_planted_error_in_permissions_is_found() {
+    use base::mutant::{Mutant, plant_everywhere};
+    assert_eq!((wrong_requests().await, wrong_calls().await), (vec![], vec![]));
+    for mutant in Mutant::PERMISSIONS {
+        plant_everywhere(Some(mutant));
+        let wrong = [wrong_requests().await, wrong_calls().await].concat();
+        plant_everywhere(None);
+        println!(
+            "{}: {} cells, such as: {}",
+            mutant.name(),
+            wrong.len(),
+            wrong.first().map_or("none", |cell| cell)
+        );
+        assert!(!wrong.is_empty(), "{} is not found", mutant.name());
+    }
 }

@@ -11,8 +11,8 @@ use tokio::net::{TcpListener, UnixListener};
 pub enum StoreListener {
     /// A UNIX socket. It carries file descriptors of host memory.
     Unix(std::os::unix::net::UnixListener),
-    /// A TCP socket. It carries all data unless the osd reaches host memory through libfabric. It
-    /// is not authenticated, so bind it to a trusted network.
+    /// A TCP socket. It carries all data unless the osd reaches host memory through libfabric. Both
+    /// ends prove their keys, but what follows is not encrypted.
     Tcp(std::net::TcpListener),
     /// A simulated listener.
     #[cfg(feature = "sim")]

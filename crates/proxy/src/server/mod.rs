@@ -31,6 +31,7 @@ use base::task::spawn_local;
 use base::thread::{ThreadClass, spawn};
 use base::watch;
 use channel::ofi::OfiHostOptions;
+use identity::Trust;
 use store::stripes::{EngineOptions, Engines};
 use store::{Driver, ObjectStore};
 use tokio::runtime::Runtime;
@@ -68,6 +69,8 @@ pub struct ServerOptions {
     /// Options for host memory over libfabric, for osds on another machine or on a DPU. `None`
     /// disables libfabric. The device is opened when the first osd asks for memory over libfabric.
     pub ofi: Option<OfiHostOptions>,
+    /// The store's identity, and the osds that it accepts over TCP.
+    pub trust: Trust,
     /// Faults to inject.
     pub faults: Faults,
     /// How long the host's side keeps polling after the last event, before it sleeps.
@@ -85,6 +88,7 @@ impl Default for ServerOptions {
             max_memory: 256 << 20,
             max_outstanding: 1024,
             ofi: None,
+            trust: Trust::default(),
             faults: Faults::default(),
             poll: Duration::ZERO,
             engines: None,

@@ -22,6 +22,7 @@ use super::loops::{Loops, OnLoop, Peer, Placed};
 use super::offers::OfiHostSource;
 use super::seats::{SeatHeld, Seats};
 use super::{Counts, ServedTarget, ServerOptions};
+use crate::proof::prove_to_osd;
 
 /// How long a peer may take to send its hello.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
@@ -129,11 +130,19 @@ impl ServingContext {
                     decide(hello, carrier, &targets, &options, &offers, &seat.held, number)?;
                 Ok((welcome, access, (name, seat, rings)))
             };
+            let trust = &options.trust;
+            let opening = async {
+                let mut socket = socket;
+                if let Socket::Tcp(stream) = &mut socket {
+                    prove_to_osd(stream, trust).await?;
+                }
+                channel::accept(socket, decide).await
+            };
             let opened = tokio::select! {
                 biased;
                 _ = stopped.wait_for(|stop| *stop) => return,
                 () = place.lost() => return tracing::debug!("a peer that has sent no hello has lost its slot"),
-                opened = tokio::time::timeout(HELLO_TIMEOUT, channel::accept(socket, decide)) => opened,
+                opened = tokio::time::timeout(HELLO_TIMEOUT, opening) => opened,
             };
             let ((name, seat, rings), control) = match opened {
                 Ok(Ok((_, admitted, control))) => (admitted, control),

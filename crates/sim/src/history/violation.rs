@@ -27,6 +27,8 @@ pub enum Rule {
     Answered,
     /// After all faults are healed, the node restores the redundancy of all pools.
     Redundancy,
+    /// A user does what was granted, and nothing after it was revoked.
+    Rights,
     /// The structure of each target is intact.
     Structure,
 }
