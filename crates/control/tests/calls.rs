@@ -42,7 +42,12 @@ struct Users(Mutex<Vec<KeyHash>>);
 impl UserDirectory for Users {
     fn find(&self, key: &KeyHash) -> Option<UserName> {
         let known = self.0.lock().unwrap().contains(key);
-        known.then(|| UserName { id: identity::NODE_ADMIN, tenant: "main".into(), user: "admin".into() })
+        known.then(|| UserName {
+            id: identity::NODE_ADMIN,
+            tenant_id: 0,
+            tenant: "main".into(),
+            user: "admin".into(),
+        })
     }
 }
 

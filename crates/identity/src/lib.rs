@@ -26,4 +26,4 @@ pub use error::IdentityError;
 pub use handshake::{Handshake, MAX_HANDSHAKE_BYTES, proven_key, server_name, server_refused};
 pub use key::{Identity, KeyHash};
 pub use proof::{ProofKey, random_secret};
-pub use trust::{Caller, NODE_ADMIN, OnlyProcess, Protocol, Trust, UserDirectory, UserName};
+pub use trust::{Caller, MAIN_TENANT, NODE_ADMIN, OnlyProcess, Protocol, Trust, UserDirectory, UserName};

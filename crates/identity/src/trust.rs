@@ -43,6 +43,8 @@ impl Protocol {
     }
 }
 
+/// Number of the tenant `main`, which every node has.
+pub const MAIN_TENANT: u32 = 0;
 /// Number of the node's own administrator.
 pub const NODE_ADMIN: u32 = 0;
 
@@ -51,6 +53,8 @@ pub const NODE_ADMIN: u32 = 0;
 pub struct UserName {
     /// Number of the user on the node: [`NODE_ADMIN`], or the number of a user in the node's map.
     pub id: u32,
+    /// Number of the tenant on the node.
+    pub tenant_id: u32,
     /// Name of the tenant, at most 32 bytes.
     pub tenant: String,
     /// Name of the user within the tenant.
@@ -237,7 +241,12 @@ pub struct OnlyProcess(pub KeyHash);
 
 impl UserDirectory for OnlyProcess {
     fn find(&self, key: &KeyHash) -> Option<UserName> {
-        (*key == self.0).then(|| UserName { id: NODE_ADMIN, tenant: "main".into(), user: "process".into() })
+        (*key == self.0).then(|| UserName {
+            id: NODE_ADMIN,
+            tenant_id: MAIN_TENANT,
+            tenant: "main".into(),
+            user: "process".into(),
+        })
     }
 }
 

@@ -9,7 +9,12 @@ struct Users(Vec<KeyHash>);
 
 impl UserDirectory for Users {
     fn find(&self, key: &KeyHash) -> Option<UserName> {
-        self.0.contains(key).then(|| UserName { id: 1, tenant: "main".into(), user: "someone".into() })
+        self.0.contains(key).then(|| UserName {
+            id: 1,
+            tenant_id: 1,
+            tenant: "main".into(),
+            user: "someone".into(),
+        })
     }
 }
 

@@ -216,7 +216,12 @@ struct AcceptedOsd(PathBuf);
 impl UserDirectory for AcceptedOsd {
     fn find(&self, key: &KeyHash) -> Option<UserName> {
         let named = std::fs::read_to_string(&self.0).ok()?.trim().parse::<KeyHash>().ok()?;
-        (named == *key).then(|| UserName { id: NODE_ADMIN, tenant: MAIN_TENANT.into(), user: OSD.into() })
+        (named == *key).then(|| UserName {
+            id: NODE_ADMIN,
+            tenant_id: 0,
+            tenant: MAIN_TENANT.into(),
+            user: OSD.into(),
+        })
     }
 }
 
@@ -257,7 +262,12 @@ struct Users {
 impl UserDirectory for Users {
     fn find(&self, key: &KeyHash) -> Option<UserName> {
         if *key == self.admin {
-            return Some(UserName { id: NODE_ADMIN, tenant: MAIN_TENANT.into(), user: ADMIN.into() });
+            return Some(UserName {
+                id: NODE_ADMIN,
+                tenant_id: 0,
+                tenant: MAIN_TENANT.into(),
+                user: ADMIN.into(),
+            });
         }
         let found = self.users.find(key);
         if found.is_none() {

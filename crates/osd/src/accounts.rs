@@ -7,7 +7,7 @@ use wire::limits::{MAX_GRANTS, MAX_TENANTS, MAX_USERS};
 use wire::{Error, Result, Verb, Verbs, Within};
 
 /// Number of the tenant `main`, which every node has. Pools of nodes from before tenants belong to it.
-pub(crate) const MAIN: u32 = 0;
+pub(crate) const MAIN: u32 = identity::MAIN_TENANT;
 /// Name of the tenant [`MAIN`].
 pub(crate) const MAIN_NAME: &str = "main";
 
@@ -304,7 +304,7 @@ mod tests {
     }
 
     fn user(id: u32) -> UserName {
-        UserName { id, tenant: "films".into(), user: "cutter".into() }
+        UserName { id, tenant_id: 1, tenant: "films".into(), user: "cutter".into() }
     }
 
     fn grant(pool: Option<u32>, verbs: &str) -> GrantRecord {
@@ -362,7 +362,7 @@ mod tests {
     #[test]
     fn the_nodes_own_administrator_has_all_rights_in_main() {
         let accounts = accounts();
-        let own = UserName { id: NODE_ADMIN, tenant: "main".into(), user: "admin".into() };
+        let own = UserName { id: NODE_ADMIN, tenant_id: MAIN, tenant: "main".into(), user: "admin".into() };
         let standing = accounts.standing(&own).unwrap();
         assert!(standing.is_node_admin && standing.permits(Verb::Write, Some(9)) && standing.tenant == MAIN);
         assert_eq!(accounts.revision(NODE_ADMIN), Some(0));

@@ -17,7 +17,7 @@ impl Directory {
     pub(crate) fn publish(&self, accounts: &Accounts) {
         let entry = |user: &crate::accounts::UserRecord| {
             let tenant = accounts.tenant_name(user.tenant).to_owned();
-            (user.key, UserName { id: user.id, tenant, user: user.name.clone() })
+            (user.key, UserName { id: user.id, tenant_id: user.tenant, tenant, user: user.name.clone() })
         };
         let users = accounts.users().iter().map(entry).collect();
         *self.0.write().unwrap_or_else(PoisonError::into_inner) = users;

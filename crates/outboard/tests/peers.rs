@@ -4,6 +4,7 @@
 #![allow(clippy::print_stdout, reason = "a test prints how long clients waited")]
 
 use std::cell::Cell;
+use std::io::Write;
 use std::net::{IpAddr, Ipv4Addr, TcpStream};
 use std::process::{Command, Output};
 use std::time::{Duration, Instant};
@@ -282,4 +283,75 @@ async fn a_node_with_few_file_descriptors_serves_every_address() {
         "the limits on connections keep descriptors free"
     );
     drop((crowd, silent));
+}
+
+/// Number of connections that send the beginning of a handshake only.
+const HALF_SHAKEN: usize = 300;
+
+/// Opens connections that never send a byte, and connections that begin a TLS handshake and stop.
+fn flood(endpoint: &str) -> Vec<TcpStream> {
+    let connect = || TcpStream::connect(endpoint).unwrap();
+    let mut flood: Vec<TcpStream> = (0..SILENT).map(|_| connect()).collect();
+    flood.extend((0..HALF_SHAKEN).map(|_| {
+        let mut stream = connect();
+        // The header of a TLS record, and the first bytes of a ClientHello.
+        stream.write_all(&[22, 3, 1, 2, 0, 1, 0, 1, 0xfc, 3, 3]).unwrap();
+        stream
+    }));
+    flood
+}
+
+/// A flood of unproven connections from one address, and another tenant with all sessions: a tenant's
+/// command still answers in time, also from the address of the other tenant.
+#[tokio::test]
+async fn a_tenant_is_served_although_strangers_and_another_tenant_take_all_slots() {
+    let files = raise_limit();
+    assert!(files >= 12_000, "this test needs a hard limit of 12000 open files (ulimit -Hn), not {files}");
+    // The listener is dropped at once, so that the node can use the port.
+    let control = std::net::TcpListener::bind((CROWD, 0)).unwrap().local_addr().unwrap().to_string();
+    let node = Node::up_with("dpu", files, &[("OUTBOARD_CONTROL_LISTEN", &control)]);
+    node.ok(&["tenant", "create", "rival"]);
+    node.ok(&["tenant", "create", "films"]);
+    let file = |name: &str| node.dir.path().join(name);
+    for user in ["rival/crowd", "films/viewer"] {
+        let name = file(&format!("{}.toml", user.replace('/', "-")));
+        node.ok(&["user", "create", user, "--credentials", name.to_str().unwrap()]);
+    }
+    node.ok(&["pool", "create", "p", "--tenant", "films"]);
+    node.ok(&["grant", "films/viewer", "--pool", "p", "--rights", "read"]);
+    let status = node.status();
+    let endpoint = status["endpoint"].as_str().unwrap().to_owned();
+    // The best of three, because other tests use the machine at the same time.
+    let listed = |what: &str| {
+        let times: Vec<Duration> = (0..3)
+            .map(|_| {
+                let mut command = Command::new(env!("CARGO_BIN_EXE_outboard"));
+                command.args(["--bind", &OTHER.to_string(), "--endpoint", &endpoint, "pool", "ls"]);
+                command.env("OUTBOARD_CREDENTIALS", file("films-viewer.toml"));
+                let began = Instant::now();
+                let pools = checked(&["pool", "ls"], command.output().unwrap());
+                assert_eq!(pools, "p\n");
+                began.elapsed()
+            })
+            .collect();
+        println!("{what}: a listing took {times:?}");
+        let best = times.iter().min().unwrap();
+        assert!(*best < Duration::from_secs(1), "{what}: {times:?}");
+    };
+    listed("no flood");
+
+    let unproven = (flood(&endpoint), flood(&control));
+    listed("600 silent and 300 half-shaken connections to each port");
+    drop(unproven);
+
+    let crowd = Credentials::load(&file("rival-crowd.toml")).unwrap();
+    let at = &NodeAt { endpoint: endpoint.clone(), trust: crowd.trust() };
+    // The crowd is at the same address as the other tenant's user.
+    let crowd: Vec<Client> =
+        futures::stream::iter(0..SESSIONS).map(|_| connect(at, OTHER)).buffered(32).collect().await;
+    assert_eq!(crowd.len(), SESSIONS);
+    listed("4096 idle sessions of another tenant at the same address");
+    let status = node.status();
+    let reclaimed = count(&status, "reclaimed", "connections") + count(&status, "reclaimed", "sessions");
+    assert!(reclaimed > 0, "the listing has needed a slot of the crowd: {:#}", status["osd"]["connections"]);
 }

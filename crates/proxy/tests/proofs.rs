@@ -18,7 +18,7 @@ struct OnlyOsd(KeyHash);
 
 impl UserDirectory for OnlyOsd {
     fn find(&self, key: &KeyHash) -> Option<UserName> {
-        (*key == self.0).then(|| UserName { id: 0, tenant: "main".into(), user: "osd".into() })
+        (*key == self.0).then(|| UserName { id: 0, tenant_id: 0, tenant: "main".into(), user: "osd".into() })
     }
 }
 

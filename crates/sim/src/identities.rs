@@ -86,7 +86,7 @@ struct KnownUsers {
 
 impl UserDirectory for KnownUsers {
     fn find(&self, key: &KeyHash) -> Option<UserName> {
-        let admin = || UserName { id: NODE_ADMIN, tenant: "main".into(), user: "admin".into() };
+        let admin = || UserName { id: NODE_ADMIN, tenant_id: 0, tenant: "main".into(), user: "admin".into() };
         if *key == self.admin { Some(admin()) } else { self.users.find(key) }
     }
 }

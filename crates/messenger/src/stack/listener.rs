@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
 use base::BoxFuture;
-use base::budget::{Budget, spare_descriptors};
+use base::budget::{Budget, PeerAddress, spare_descriptors};
 use base::collections::HashMap;
 use identity::ProofKey;
 use tokio::sync::mpsc;
@@ -84,14 +84,18 @@ pub(super) struct ConnectionRegistry {
     admissions: Arc<Admissions>,
 }
 
+/// What the slots of connections are divided between: a tenant's clients at one address. So neither an
+/// address nor a tenant keeps others out.
+type TenantPeer = (u32, PeerAddress);
+
 struct ConnectionTable {
     entries: HashMap<u128, RegistryEntry>,
     /// The connections by the numbers that stand for them in their tickets.
     in_tickets: HashMap<u64, u128>,
-    places: Budget<u128>,
+    places: Budget<u128, TenantPeer>,
     /// Slots of detached connections. A detached connection holds one of these slots in addition to
     /// its slot in `places`.
-    detached: Budget<u128>,
+    detached: Budget<u128, TenantPeer>,
 }
 
 struct RegistryEntry {
@@ -108,7 +112,7 @@ struct RegistryEntry {
 struct RegistryPlace {
     registry: Weak<ConnectionRegistry>,
     connection: u128,
-    peer: base::budget::PeerAddress,
+    peer: TenantPeer,
     held: AtomicBool,
 }
 
@@ -176,8 +180,9 @@ impl ConnectionRegistry {
         shared: &Arc<Shared>,
     ) -> Option<(mpsc::Receiver<Box<Resumption>>, RegistryPlace)> {
         let (resume, resumptions) = mpsc::channel(1);
-        let (connection, peer) = (shared.connection_id(), shared.peer().peer);
-        let tenant = shared.peer().user.as_ref().map(|user| user.tenant.clone()).unwrap_or_default();
+        let (connection, user) = (shared.connection_id(), shared.peer().user.as_ref());
+        let (tenant_id, tenant) = user.map(|user| (user.tenant_id, user.tenant.clone())).unwrap_or_default();
+        let peer = (tenant_id, shared.peer().peer);
         let mut connections = self.lock();
         let Ok(victim) = connections.places.admit(connection, peer, Instant::now()) else {
             drop(connections);

@@ -273,7 +273,12 @@ impl Users {
 impl UserDirectory for Users {
     fn find(&self, key: &KeyHash) -> Option<UserName> {
         let found = ["attacker", "bystander"].into_iter().find(|name| user(name).key() == *key);
-        found.map(|name| UserName { id: 1, tenant: name.to_owned(), user: "user".into() })
+        found.map(|name| UserName {
+            id: 1,
+            tenant_id: name.len() as u32,
+            tenant: name.to_owned(),
+            user: "user".into(),
+        })
     }
 }
 

@@ -67,7 +67,7 @@ struct Users {
 
 impl UserDirectory for Users {
     fn find(&self, key: &KeyHash) -> Option<UserName> {
-        let admin = || UserName { id: NODE_ADMIN, tenant: "main".into(), user: "admin".into() };
+        let admin = || UserName { id: NODE_ADMIN, tenant_id: 0, tenant: "main".into(), user: "admin".into() };
         if *key == self.admin { Some(admin()) } else { self.directory.find(key) }
     }
 }
@@ -117,7 +117,7 @@ impl World {
 
     /// Makes a request of the node's own administrator.
     async fn order(&self, request: AdminRequest) {
-        let user = UserName { id: NODE_ADMIN, tenant: "main".into(), user: "admin".into() };
+        let user = UserName { id: NODE_ADMIN, tenant_id: 0, tenant: "main".into(), user: "admin".into() };
         let caller = Caller { key: self.admin.key(), user };
         self.administrator.administer(caller, request, false).await.unwrap();
     }
@@ -519,7 +519,7 @@ async fn wrong_calls() -> Vec<String> {
 
 impl World {
     async fn order_unless_present(&self, request: AdminRequest) {
-        let user = UserName { id: NODE_ADMIN, tenant: "main".into(), user: "admin".into() };
+        let user = UserName { id: NODE_ADMIN, tenant_id: 0, tenant: "main".into(), user: "admin".into() };
         let caller = Caller { key: self.admin.key(), user };
         match self.administrator.administer(caller, request, false).await {
             Ok(_) | Err(Error::PoolExists(_)) => {}
