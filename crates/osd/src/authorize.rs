@@ -31,7 +31,7 @@ pub(crate) struct SessionRights {
     rights: Rights,
     /// Time at which the capability expires. A change of the wall clock does not move it.
     until: Instant,
-    /// Epoch of the map with which the capability was compared last.
+    /// Number of changes of the map at the last comparison of the capability with the map.
     checked: Cell<u64>,
 }
 
@@ -74,14 +74,15 @@ impl SessionRights {
         if Instant::now() >= self.until && !base::mutant!(IgnoreExpiry) {
             return Err(shard.refusal_of(CapabilityError::Expired));
         }
-        let map = shard.map.borrow();
-        if self.checked.get() != map.epoch {
+        let changes = shard.map_changes.get();
+        if self.checked.get() != changes {
+            let map = shard.map.borrow();
             let claims = self.rights.claims();
             let is_current = map.accounts.revision(claims.user) == Some(claims.revision);
             if !is_current && !base::mutant!(IgnoreRevision) {
                 return Err(shard.refusal_of(CapabilityError::Outdated));
             }
-            self.checked.set(map.epoch);
+            self.checked.set(changes);
         }
         Ok(())
     }

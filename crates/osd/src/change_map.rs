@@ -63,6 +63,7 @@ impl Osd {
         let known = shard.tell_each(move |shard| {
             map.tell(&shard.targets);
             *shard.map.borrow_mut() = map.clone();
+            shard.map_changes.set(shard.map_changes.get() + 1);
         });
         Ok(known.await?)
     }

@@ -70,6 +70,9 @@ pub(crate) struct Shard {
     members: Rc<Vec<Rc<dyn Member>>>,
     /// The shard's copy of the node's map. The first shard changes all copies.
     pub(crate) map: Rc<RefCell<NodeMap>>,
+    /// Number of changes of `map` since the start. The epoch of the map is no measure: it grows before a
+    /// change is saved.
+    pub(crate) map_changes: Cell<u64>,
     pub(crate) pools: PoolTable,
     /// Pools that are being created. The map does not contain them yet.
     pub(crate) prepared: PoolTable,
@@ -198,6 +201,7 @@ impl Shard {
             targets: Rc::new(targets),
             map: Rc::new(RefCell::new(map.clone())),
             pools: PoolTable::default(),
+            map_changes: Cell::new(0),
             prepared: PoolTable::default(),
             capability_key: CapabilityKey::derive(&config.dpu_key),
             removing: RefCell::default(),
