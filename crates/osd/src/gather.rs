@@ -63,9 +63,28 @@ fn user(mutate: &Mutate) -> Option<&Mutation> {
     mutate.ops.iter().find(|op| matches!(op.source(), Some(OpBytes::Payload)))
 }
 
+/// Whether an op concerns the data of the object, and not only its metadata.
+fn concerns_data(op: &Mutation) -> bool {
+    !matches!(
+        op,
+        Mutation::Touch
+            | Mutation::Create
+            | Mutation::SetXattr(..)
+            | Mutation::RemoveXattr(_)
+            | Mutation::OmapSet(_)
+            | Mutation::OmapRemove(_)
+            | Mutation::OmapRemoveRange(..)
+            | Mutation::OmapClear
+    )
+}
+
 /// Length of the data that is pulled from the client and may be staged, in bytes. `None` if the
-/// request has no such data, or cannot stage it.
+/// request has no such data, or cannot stage it. If several ops concern the data, the osd does not
+/// choose to stage it, because ops cannot modify staged data.
 pub(crate) fn stageable_bytes(mutate: &Mutate) -> Option<u64> {
+    if mutate.ops.iter().filter(|op| concerns_data(op)).count() > 1 {
+        return None;
+    }
     match (&mutate.data, user(mutate)?) {
         (Data::Bulk(_), Mutation::Append(_)) | (Data::None | Data::Inline, _) => None,
         (Data::Bulk(from), _) => from.len(),
