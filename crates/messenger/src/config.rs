@@ -1,10 +1,12 @@
 //! The configuration of a stack's connections.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use identity::Trust;
 
 use crate::Limits;
+use crate::records::{PlainRecords, RecordLayer};
 
 /// Credit and memory that a message uses in addition to its content, in bytes.
 pub(crate) const MESSAGE_OVERHEAD: u64 = 4096;
@@ -93,6 +95,8 @@ pub struct ConnectionConfig {
     /// The identity of this side, and the peers that it accepts. By default, this side connects only
     /// within its own process.
     pub trust: Trust,
+    /// What protects the frames on each transport.
+    pub records: Arc<dyn RecordLayer>,
 }
 
 impl Default for ConnectionConfig {
@@ -119,6 +123,7 @@ impl Default for ConnectionConfig {
             offer_ttl: Duration::from_secs(600),
             max_damaged_transports: 4,
             trust: Trust::default(),
+            records: Arc::new(PlainRecords),
         }
     }
 }

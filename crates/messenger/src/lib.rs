@@ -51,6 +51,7 @@ mod handshake;
 mod home;
 mod metrics;
 mod paths;
+mod records;
 mod stack;
 pub mod transport;
 
@@ -62,6 +63,7 @@ pub use api::{
 pub use choice::{NoSuchStack, PathName, StackChoice, StackOptions, UseAs, open};
 pub use config::ConnectionConfig;
 pub use paths::Path;
+pub use records::{PlainRecords, RecordLayer};
 pub use stack::{SimStack, StreamStack, TcpStack};
 pub use transport::ofi::ReceiveQueueKind;
 

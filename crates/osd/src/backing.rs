@@ -12,12 +12,14 @@ use store::{
     CollectionId, ObjectStore, ReplyOf, StoreCalls, StoreError, StoreReply, StoreRequest, Submit, Transaction,
 };
 
+use crate::block_transform::{BlockTransform, Unchanged};
 use crate::fail::{Fail, StepResult};
 use crate::target::Target;
 
 /// Future of a reply from a [`Backing`].
 pub(crate) struct BackingFuture {
     reply: LocalBoxFuture<'static, store::Result<StoreReply>>,
+    blocks: Rc<dyn BlockTransform>,
     /// The target that the call was sent to, and the incarnation of its store, in a placement group
     /// without redundancy.
     sole: Option<(Rc<Target>, u64)>,
@@ -31,7 +33,10 @@ impl Future for BackingFuture {
         if let (Err(e), Some((target, incarnation))) = (&reply, self.sole.take()) {
             target.suspect(incarnation, e);
         }
-        Poll::Ready(reply)
+        Poll::Ready(reply.map(|reply| match reply {
+            StoreReply::Read(blocks) => StoreReply::Read(self.blocks.from_store(blocks)),
+            other => other,
+        }))
     }
 }
 
@@ -40,6 +45,8 @@ impl Future for BackingFuture {
 /// store restarts or a call to it is lost. Cached data from earlier incarnations is then invalid.
 pub(crate) struct Backing {
     store: BackingStore,
+    /// What happens to blocks on their way to the store and back.
+    blocks: Rc<dyn BlockTransform>,
     /// Name of the store in log messages.
     name: String,
     /// The store's incarnation when it was last checked.
@@ -59,15 +66,16 @@ impl Submit for Backing {
     type Reply = BackingFuture;
 
     fn submit(&self, request: StoreRequest) -> BackingFuture {
+        let (request, blocks) = (self.blocks.request(request), Rc::clone(&self.blocks));
         let reply = match &self.store {
             BackingStore::Target(store) => store.submit(request),
             BackingStore::Array(array) => array.submit(request),
             BackingStore::Sole(target) => {
                 let sole = Some((Rc::clone(target), target.store.incarnation()));
-                return BackingFuture { reply: target.store.submit(request), sole };
+                return BackingFuture { reply: target.store.submit(request), blocks, sole };
             }
         };
-        BackingFuture { reply, sole: None }
+        BackingFuture { reply, blocks, sole: None }
     }
 
     fn incarnation(&self) -> u64 {
@@ -110,7 +118,8 @@ impl Backing {
     }
 
     fn new(store: BackingStore, name: String) -> Backing {
-        let backing = Backing { store, name, store_incarnation: Cell::new(0), incarnation: Cell::new(1) };
+        let (blocks, zero, one) = (Rc::new(Unchanged), Cell::new(0), Cell::new(1));
+        let backing = Backing { store, blocks, name, store_incarnation: zero, incarnation: one };
         backing.store_incarnation.set(Submit::incarnation(&backing));
         backing
     }

@@ -34,6 +34,7 @@ mod audit;
 mod audit_log;
 mod authorize;
 mod backing;
+mod block_transform;
 mod chain;
 mod change_map;
 mod clients;

@@ -215,7 +215,8 @@ impl Shared {
     /// Reads from and writes to one transport until it ends.
     async fn use_transport(self: &Arc<Self>, role: &mut TransportSupply, wire: Wire) -> TransportEnd {
         self.watch.begin_transport();
-        let end = match wire.road {
+        let road = self.config.records.protect(wire.road, self.proof_key());
+        let end = match road {
             Road::Stream(mut reader, mut writer) => {
                 let reading = Box::pin(FrameReader::new(self, &mut *reader).run());
                 let writing =
