@@ -39,12 +39,16 @@ pub struct AuditFile {
 }
 
 impl AuditFile {
-    /// Starts the thread that writes the log at `path`. A file that has more than `max` bytes is
+    /// Starts the thread that writes the log at `path`, whose directory is created if it is missing. A file that has more than `max` bytes is
     /// replaced by a new one.
     ///
     /// # Errors
     /// If the file cannot be opened, or the system cannot start a thread.
     pub fn start(path: &Path, max: u64) -> io::Result<AuditFile> {
+        // A role that was started by hand may run in a directory without logs.
+        if let Some(folder) = path.parent() {
+            std::fs::create_dir_all(folder)?;
+        }
         let mut writer = AuditWriter { path: path.to_owned(), file: open(path)?, max };
         let (work, waiting) = sync_channel(BACKLOG);
         let lost = std::sync::Arc::<AtomicU64>::default();
