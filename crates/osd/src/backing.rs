@@ -34,7 +34,7 @@ impl Future for BackingFuture {
             target.suspect(incarnation, e);
         }
         Poll::Ready(reply.map(|reply| match reply {
-            StoreReply::Read(blocks) => StoreReply::Read(self.blocks.from_store(blocks)),
+            StoreReply::Read(blocks) => StoreReply::Read(self.blocks.incoming(blocks)),
             other => other,
         }))
     }

@@ -12,21 +12,21 @@ use store::{Op, ReadData, StoreRequest, WriteSource};
 /// block of an object may be shorter.
 pub(crate) trait BlockTransform {
     /// Transforms blocks that will be stored, with their checksums.
-    fn to_store(&self, blocks: Payload) -> Payload;
+    fn outgoing(&self, blocks: Payload) -> Payload;
 
     /// Transforms blocks that were stored, with their checksums.
-    fn from_store(&self, blocks: ReadData) -> ReadData;
+    fn incoming(&self, blocks: ReadData) -> ReadData;
 
     /// Transforms the blocks in a request to a store.
     fn request(&self, request: StoreRequest) -> StoreRequest {
         match request {
             StoreRequest::StageWrite { stage, offset, payload } => {
-                StoreRequest::StageWrite { stage, offset, payload: self.to_store(payload) }
+                StoreRequest::StageWrite { stage, offset, payload: self.outgoing(payload) }
             }
             StoreRequest::Transact { mut transaction, incarnation } => {
                 for op in &mut transaction.ops {
                     if let Op::Write { source: WriteSource::Inline(payload), .. } = op {
-                        *payload = self.to_store(std::mem::take(payload));
+                        *payload = self.outgoing(std::mem::take(payload));
                     }
                 }
                 StoreRequest::Transact { transaction, incarnation }
@@ -41,11 +41,11 @@ pub(crate) trait BlockTransform {
 pub(crate) struct Unchanged;
 
 impl BlockTransform for Unchanged {
-    fn to_store(&self, blocks: Payload) -> Payload {
+    fn outgoing(&self, blocks: Payload) -> Payload {
         blocks
     }
 
-    fn from_store(&self, blocks: ReadData) -> ReadData {
+    fn incoming(&self, blocks: ReadData) -> ReadData {
         blocks
     }
 }
