@@ -55,10 +55,12 @@ ip -n dpu link set eth1 up
 ip -n client link set eth0 up
 ready() {
     until grep -q '"ready"' "$1"; do
-        if grep -q '"failed"' "$1" || ! kill -0 $2; then cat "$1" >&2; exit 1; fi
+        if grep -q '"failed"' "$1" || ! kill -0 $2; then cat "$1" >&2; kill $store; exit 1; fi
         sleep 0.05
     done
 }
+# The roles run in this directory, with the keys of the node that has made the target.
+cp -r node/keys node/credentials.toml .
 OUTBOARD_CHANNEL_OFI_LISTEN=10.77.1.1:0 ip netns exec host "$outboard" store --target "$target" --socket tcp:10.77.1.1:7401 >store.ready &
 store=$!
 ready store.ready $store
