@@ -1,9 +1,10 @@
 //! [`ControlClient`]: makes the calls of the control plane.
 
 use std::io;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use base::thread::ThreadClass;
 use hyper_util::rt::TokioIo;
 use identity::{IdentityError, Protocol, Trust, server_name, server_refused};
 use tokio::net::TcpStream;
@@ -25,6 +26,14 @@ use crate::refusal::error_in;
 
 /// Time limit for connecting.
 const CONNECT_TIME: Duration = Duration::from_secs(5);
+
+/// Time after the last call after which a client closes its connection.
+const IDLE_TIME: Duration = Duration::from_secs(1);
+
+fn lock(kept: &Mutex<KeptChannel>) -> MutexGuard<'_, KeptChannel> {
+    // No code panics while it holds the mutex.
+    kept.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// The reason why a call failed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -60,8 +69,16 @@ pub enum ControlError {
 #[derive(Debug)]
 pub struct ControlClient {
     trust: Trust,
-    /// The current connection, and its address.
-    channel: Mutex<Option<(String, Channel)>>,
+    kept: Arc<Mutex<KeptChannel>>,
+}
+
+/// The connection that the next call uses.
+#[derive(Debug, Default)]
+struct KeptChannel {
+    /// The connection, and its address.
+    channel: Option<(String, Channel)>,
+    /// Number of calls so far.
+    calls: u64,
 }
 
 impl ControlClient {
@@ -69,7 +86,7 @@ impl ControlClient {
     /// names.
     #[must_use]
     pub fn new(trust: Trust) -> ControlClient {
-        ControlClient { trust, channel: Mutex::default() }
+        ControlClient { trust, kept: Arc::default() }
     }
 
     /// Executes an administrative request at the control plane with the address `endpoint`
@@ -86,14 +103,34 @@ impl ControlClient {
     ) -> Result<AdminReply, ControlError> {
         let channel = self.channel(endpoint).await?;
         let called = call(channel, request, is_repeated).await;
+        self.close_when_idle();
         called.map_err(|e| match e {
             FailedCall::Status(status) => self.failed(endpoint, &status),
             FailedCall::Answer(e) => ControlError::BadAnswer(e.0),
         })
     }
 
+    /// Closes the connection if no call follows soon. A node serves few connections of the control
+    /// plane at a time, and a client of the data path needs one only once in a while.
+    fn close_when_idle(&self) {
+        let calls = {
+            let mut kept = lock(&self.kept);
+            kept.calls += 1;
+            kept.calls
+        };
+        let kept = Arc::downgrade(&self.kept);
+        base::task::spawn(ThreadClass::Client, async move {
+            tokio::time::sleep(IDLE_TIME).await;
+            let Some(kept) = kept.upgrade() else { return };
+            let mut kept = lock(&kept);
+            if kept.calls == calls {
+                kept.channel = None;
+            }
+        });
+    }
+
     async fn channel(&self, endpoint: &str) -> Result<Channel, ControlError> {
-        let known = self.channel.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let known = lock(&self.kept).channel.clone();
         if let Some((_, channel)) = known.filter(|(at, _)| at == endpoint) {
             return Ok(channel);
         }
@@ -111,8 +148,7 @@ impl ControlClient {
         // The connection exists already, so the address only names it in messages.
         let channel = Endpoint::from_static("http://node").connect_with_connector(connector).await;
         let channel = channel.map_err(|e| unreachable(e.to_string()))?;
-        let mut known = self.channel.lock().unwrap_or_else(PoisonError::into_inner);
-        *known = Some((endpoint.to_owned(), channel.clone()));
+        lock(&self.kept).channel = Some((endpoint.to_owned(), channel.clone()));
         Ok(channel)
     }
 
@@ -143,7 +179,7 @@ impl ControlClient {
                 ControlError::NotPermitted(status.message().to_owned())
             }
             _ => {
-                *self.channel.lock().unwrap_or_else(PoisonError::into_inner) = None;
+                lock(&self.kept).channel = None;
                 let reason = format!("{}: {}", status.code().description(), status.message());
                 ControlError::Unreachable { endpoint: endpoint.to_owned(), reason }
             }

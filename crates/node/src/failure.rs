@@ -28,6 +28,12 @@ impl Failure {
         Failure { usage: true, ..Failure::new(doing, why) }
     }
 
+    /// Returns what went wrong, without the attempted action.
+    #[must_use]
+    pub fn why(&self) -> &str {
+        &self.why
+    }
+
     /// Returns whether the node has refused the command because the user has no right to it.
     #[must_use]
     pub fn is_refusal(&self) -> bool {

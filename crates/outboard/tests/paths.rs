@@ -102,7 +102,7 @@ impl Load {
         let path = Path::new(&format!("ofi:{provider}"), Arc::new(ofi), COOL_DOWN);
         let credentials = Credentials::load(node.0.path("node/credentials.toml").as_ref()).unwrap();
         let trust = credentials.trust();
-        let config = ConnectionConfig { trust, ..ConnectionConfig::default() };
+        let config = ConnectionConfig { trust: trust.clone(), ..ConnectionConfig::default() };
         let stack = StreamStack::over(Tcp::default(), config).with_path(path);
         let stack = Arc::new(stack.on_own_thread().unwrap());
         let (ends, acknowledged) = (Arc::<AtomicBool>::default(), Arc::<AtomicU64>::default());
@@ -110,7 +110,7 @@ impl Load {
             let (stack, endpoint) = (Arc::clone(&stack), endpoint.to_owned());
             let (ends, acknowledged) = (Arc::clone(&ends), Arc::clone(&acknowledged));
             async move {
-                let options = Options { request_timeout: PATIENCE, ..Options::default() };
+                let options = Options { request_timeout: PATIENCE, trust, ..Options::default() };
                 let client = Client::connect_over(stack, &endpoint, options).await.unwrap();
                 let pool = client.pool("p").unwrap();
                 let writers = SIZES.map(|size| write(&pool, size, &ends, &acknowledged));

@@ -6,6 +6,7 @@
 use std::cell::Cell;
 use std::io::Write;
 use std::net::{IpAddr, Ipv4Addr, TcpStream};
+use std::path::PathBuf;
 use std::process::{Command, Output};
 use std::time::{Duration, Instant};
 
@@ -99,18 +100,28 @@ fn raise_limit() -> u64 {
 struct NodeAt {
     endpoint: String,
     trust: Trust,
+    dir: PathBuf,
 }
 
 impl NodeAt {
     fn of(node: &Node, status: &Value) -> NodeAt {
         let endpoint = status["endpoint"].as_str().unwrap().to_owned();
         let credentials = Credentials::load(&node.dir.path().join("credentials.toml")).unwrap();
-        NodeAt { endpoint, trust: credentials.trust() }
+        NodeAt { endpoint, trust: credentials.trust(), dir: node.dir.path().to_owned() }
     }
 
     fn options(&self, source: IpAddr) -> Options {
         let (stack, trust) = (messenger::StackChoice::TCP, self.trust.clone());
-        Options { trust, source: Some(source), connect_timeout: PATIENCE, stack, ..Options::default() }
+        // Only the first client of a user gets a capability from the control plane.
+        let capability_file = Some(self.dir.join(format!("{}.capability", trust.key())));
+        Options {
+            trust,
+            capability_file,
+            source: Some(source),
+            connect_timeout: PATIENCE,
+            stack,
+            ..Options::default()
+        }
     }
 }
 
@@ -345,7 +356,8 @@ async fn a_tenant_is_served_although_strangers_and_another_tenant_take_all_slots
     drop(unproven);
 
     let crowd = Credentials::load(&file("rival-crowd.toml")).unwrap();
-    let at = &NodeAt { endpoint: endpoint.clone(), trust: crowd.trust() };
+    let dir = node.dir.path().to_owned();
+    let at = &NodeAt { endpoint: endpoint.clone(), trust: crowd.trust(), dir };
     // The crowd is at the same address as the other tenant's user.
     let crowd: Vec<Client> =
         futures::stream::iter(0..SESSIONS).map(|_| connect(at, OTHER)).buffered(32).collect().await;

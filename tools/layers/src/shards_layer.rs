@@ -198,9 +198,10 @@ fn load(osd: &OsdServer, clients: usize, in_flight: usize, args: &ShardsArgs) ->
     let counts = Arc::new(SharedCounts::default());
     let workers: Vec<_> = (0..clients)
         .map(|number| {
-            let (endpoint, counts) = (osd.endpoint().to_owned(), Arc::clone(&counts));
+            let counts = Arc::clone(&counts);
+            let node = (osd.endpoint().to_owned(), in_process::options(osd));
             let size = args.size;
-            thread::spawn(move || work(&endpoint, number, size, in_flight, &counts))
+            thread::spawn(move || work(node, number, size, in_flight, &counts))
         })
         .collect();
     while counts.ready.load(Ordering::Acquire) < clients as u64 && !workers.iter().all(|w| w.is_finished()) {
@@ -228,10 +229,16 @@ fn load(osd: &OsdServer, clients: usize, in_flight: usize, args: &ShardsArgs) ->
 }
 
 /// Reads and writes objects until the measurement ends.
-fn work(endpoint: &str, number: usize, size: usize, in_flight: usize, counts: &SharedCounts) -> Result<()> {
+fn work(
+    (endpoint, options): (String, Options),
+    number: usize,
+    size: usize,
+    in_flight: usize,
+    counts: &SharedCounts,
+) -> Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().doing(DOING)?;
     runtime.block_on(async {
-        let client = Client::connect(endpoint, Options::default()).await.doing(DOING)?;
+        let client = Client::connect(&endpoint, options).await.doing(DOING)?;
         let pool = client.pool("bench").doing(DOING)?;
         let object = |i: usize| pool.object(&format!("{number}-{i}")).doing(DOING);
         let objects = (0..OBJECTS).map(object).collect::<Result<Vec<_>>>()?;

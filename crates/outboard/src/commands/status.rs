@@ -9,7 +9,7 @@ use crate::args::NodeArgs;
 use crate::commands::locate;
 use node::debug;
 use node::dir::NodeDir;
-use node::failure::{Doing, Result};
+use node::failure::{Doing, Failure, Result};
 use node::report::NodeReport;
 use node::roster::{self, Roster};
 use node::state::NodeState;
@@ -53,7 +53,8 @@ pub fn run(args: StatusArgs, node: &NodeArgs) -> Result<()> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().doing(doing)?;
         match runtime.block_on(ask(&endpoint, node)) {
             Ok(answer) => report.add_answer(answer),
-            Err(why) => report.problems.push(format!("the osd does not answer: {why}")),
+            Err(e) if e.is_refusal() => return Err(e),
+            Err(e) => report.problems.push(format!("the osd does not answer: {}", e.why())),
         }
     }
     if let Some(dir) = &dir {
@@ -74,10 +75,11 @@ pub fn run(args: StatusArgs, node: &NodeArgs) -> Result<()> {
     std::io::stdout().write_all(text.as_bytes()).doing("printing the node's state")
 }
 
-async fn ask(endpoint: &str, node: &NodeArgs) -> Result<client::NodeStatus, String> {
+async fn ask(endpoint: &str, node: &NodeArgs) -> Result<client::NodeStatus> {
+    let doing = "asking the osd for its status";
     let options =
         client::Options { connect_timeout: PATIENCE, request_timeout: PATIENCE, ..super::options() };
-    let options = locate::connecting(node, options).map_err(|e| e.to_string())?;
+    let options = locate::connecting(node, options)?;
     let answer = async {
         let client = client::Client::connect(endpoint, options).await?;
         let status = client.status().await;
@@ -85,7 +87,7 @@ async fn ask(endpoint: &str, node: &NodeArgs) -> Result<client::NodeStatus, Stri
         status
     };
     match tokio::time::timeout(2 * PATIENCE, answer).await {
-        Ok(result) => result.map_err(|e| e.to_string()),
-        Err(_) => Err(format!("no answer within {} s", 2 * PATIENCE.as_secs())),
+        Ok(result) => result.doing(doing),
+        Err(_) => Err(Failure::new(doing, format!("no answer within {} s", 2 * PATIENCE.as_secs()))),
     }
 }

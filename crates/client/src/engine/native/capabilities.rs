@@ -49,6 +49,11 @@ impl CapabilityHolder {
         CapabilityHolder { plane, clock, file, is_given, current, renewing }
     }
 
+    /// Returns whether the user has given the capability, so that the client must not replace it.
+    pub(super) fn is_given(&self) -> bool {
+        self.is_given
+    }
+
     /// Returns the capability; empty if the client has none yet.
     pub(super) fn current(&self) -> Bytes {
         self.current.lock().unwrap_or_else(PoisonError::into_inner).clone()
@@ -58,16 +63,11 @@ impl CapabilityHolder {
     /// `old` already.
     ///
     /// # Errors
-    /// If the user has given the capability, or the control plane does not issue one.
+    /// If the control plane does not issue one.
     pub(super) async fn replace(&self, old: &Bytes, control: Option<&str>) -> Result<()> {
         let _one_at_a_time = self.renewing.lock().await;
         if self.current() != *old {
             return Ok(());
-        }
-        if self.is_given {
-            return Err(Error::Argument(
-                "the given capability cannot be replaced; ask its issuer for another".into(),
-            ));
         }
         let request = AdminRequest::IssueCapability { grants: None, key: None, lifetime_s: 0 };
         let issued = match self.plane.0.administer(control, request, false).await {

@@ -232,7 +232,9 @@ impl LinkTask {
                     shared.attach(&self.ending, self.shard, endpoint, session, &opened, &connection)?;
                 Ok(number.map(|number| LinkEnds { connection, incoming, number }))
             }
-            Err(Error::Node(wire::Error::CapabilityRefused { why, control })) => {
+            Err(Error::Node(wire::Error::CapabilityRefused { why, control }))
+                if !shared.capabilities().is_given() =>
+            {
                 let control = control.map(|control| at_host(&control, endpoint));
                 match shared.capabilities().replace(&capability, control.as_deref()).await {
                     Err(e) if !e.is_transient() => {

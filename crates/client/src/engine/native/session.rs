@@ -618,8 +618,9 @@ async fn connect_while_busy(
     loop {
         let capability = capabilities.current();
         match dial(stack, endpoint, options).await?.open(None, capability.clone()).await {
-            Err(Error::Node(wire::Error::CapabilityRefused { control, .. })) if refusals < REFUSALS_MAX => {
-                refusals += 1;
+            Err(Error::Node(wire::Error::CapabilityRefused { control, .. }))
+                if refusals < REFUSALS_MAX && !capabilities.is_given() =>
+            {
                 let control = control.map(|control| at_host(&control, endpoint));
                 match capabilities.replace(&capability, control.as_deref()).await {
                     Err(e) if e.is_transient() && Instant::now() + pause < deadline => {
@@ -627,6 +628,7 @@ async fn connect_while_busy(
                     }
                     replaced => {
                         replaced?;
+                        refusals += 1;
                         continue;
                     }
                 }
