@@ -20,7 +20,7 @@
 
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use identity::{
     Credentials, Identity, IdentityError, KeyHash, NODE_ADMIN, ProofKey, Trust, UserDirectory, UserName,
@@ -181,7 +181,10 @@ impl NodeKeys {
     /// users. It notes unknown keys in the audit log.
     #[must_use]
     pub fn trust(&self, users: Directory, audit: Arc<dyn AuditSink>) -> Trust {
-        Trust::server(&self.node, Arc::new(Users { admin: self.admin, users, audit }))
+        Trust::server(
+            &self.node,
+            Arc::new(Users { admin: self.admin, users, audit, noted: Mutex::default() }),
+        )
     }
 }
 
@@ -257,6 +260,24 @@ struct Users {
     /// The users in the node's map.
     users: Directory,
     audit: Arc<dyn AuditSink>,
+    /// The second of the last entries about unknown keys, and their number.
+    noted: Mutex<(u64, u32)>,
+}
+
+/// Maximum number of entries about unknown keys per second. Strangers must not fill the audit log.
+const STRANGERS_NOTED: u32 = 5;
+
+impl Users {
+    /// Whether the audit log may get another entry about an unknown key.
+    fn may_note(&self) -> bool {
+        let second = WallClock::default().now_ms() / 1000;
+        let mut noted = self.noted.lock().unwrap_or_else(PoisonError::into_inner);
+        if noted.0 != second {
+            *noted = (second, 0);
+        }
+        noted.1 += 1;
+        noted.1 <= STRANGERS_NOTED
+    }
 }
 
 impl UserDirectory for Users {
@@ -270,7 +291,7 @@ impl UserDirectory for Users {
             });
         }
         let found = self.users.find(key);
-        if found.is_none() {
+        if found.is_none() && self.may_note() {
             self.audit.record(AuditEvent {
                 at_ms: WallClock::default().now_ms(),
                 event: AuditKind::Refused,

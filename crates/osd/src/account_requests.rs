@@ -5,12 +5,12 @@ use std::rc::Rc;
 use capability::{ClaimedGrant, Claims, Resource, Rights};
 use identity::{Caller, KeyHash};
 use wire::{
-    AccessGrant, AccountName, AccountRequest, AdminReply, Error, PoolName, Result, Scope, TenantInfo,
-    UserInfo, Verb, Verbs, check_account,
+    AccessGrant, AccountName, AccountRequest, AdminReply, AdminRequest, Error, PoolName, Result, Scope,
+    TenantInfo, UserInfo, Verb, Verbs, check_account,
 };
 
 use crate::accounts::{GrantRecord, UserRights};
-use crate::authorize::AdminGrant;
+use crate::authorize::{AdminGrant, authorize_admin};
 use crate::map::NodeMap;
 use crate::osd::Osd;
 
@@ -19,10 +19,13 @@ impl Osd {
     /// effect.
     pub(crate) async fn administer_accounts(
         self: &Rc<Osd>,
-        caller: &AdminGrant,
+        caller: &Caller,
         request: AccountRequest,
         is_repeated: bool,
     ) -> Result<AdminReply> {
+        // The rights of the caller may change while the request waits, so they are checked afterwards.
+        let _one_at_a_time = self.map_keeper.changing.lock().await;
+        let caller = &authorize_admin(&self.shard, caller, &AdminRequest::Accounts(request.clone()))?;
         let made_ms = self.shard.config.clock.now_ms();
         let changed = match request {
             AccountRequest::ListTenants => return Ok(AdminReply::Tenants(self.list_tenants(caller))),
@@ -90,16 +93,25 @@ impl Osd {
         }
     }
 
-    /// Changes the accounts in the map. When this returns, all shards use the new ones.
+    /// Changes the accounts in the map. When this returns, all shards use the new ones. The caller must
+    /// hold the lock of the map keeper.
     async fn change_accounts(&self, change: impl FnOnce(&mut NodeMap) -> Result<()>) -> Result<()> {
-        let _one_at_a_time = self.map_keeper.changing.lock().await;
         let mut map = self.shard.map.borrow().clone();
         change(&mut map)?;
-        if map.encoded_len() as u64 > crate::map::MAP_BYTES_MAX {
-            let (what, advice) = ("accounts and grants".into(), "remove some that are not needed".into());
-            return Err(Error::Busy { what, limit: crate::map::MAP_BYTES_MAX, advice });
-        }
+        self.check_size(&map)?;
         self.save_map(map).await
+    }
+
+    /// Checks that a changed map is not too large. A change that makes the map smaller is always
+    /// possible.
+    pub(crate) fn check_size(&self, map: &NodeMap) -> Result<()> {
+        let (len, limit) = (map.encoded_len(), crate::map::MAP_BYTES_MAX);
+        if len as u64 <= limit || len <= self.shard.map.borrow().encoded_len() {
+            return Ok(());
+        }
+        let (what, advice) =
+            ("bytes of pools, accounts and grants".into(), "remove some that are not needed".into());
+        Err(Error::Busy { what, limit, advice })
     }
 
     /// Checks that the caller may change a user: only an administrator of the node may change another

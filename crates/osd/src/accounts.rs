@@ -160,7 +160,11 @@ impl Accounts {
             return Err(Error::AccountExists(format!("user {tenant}/{name}")));
         }
         if let Some(other) = self.users.iter().find(|user| user.key == key) {
-            let other = format!("{}/{}", self.tenant_name(other.tenant), other.name);
+            // The names of other tenants' users are none of the caller's business.
+            let other = match other.tenant == tenant_id {
+                true => format!("{tenant}/{}", other.name),
+                false => "another user".to_owned(),
+            };
             let why = format!("the key {key} belongs to {other}; each user needs a key of its own");
             return Err(Error::CommandRefused(why));
         }
@@ -350,6 +354,8 @@ mod tests {
         assert!(matches!(accounts.add_tenant("main", 1), Err(Error::AccountExists(_))));
         assert!(accounts.add_user(("films", "cutter"), key(2), false, 1).is_err());
         let taken = accounts.add_user(("main", "other"), key(1), false, 1).unwrap_err().to_string();
+        assert!(taken.contains("belongs to another user"), "{taken}");
+        let taken = accounts.add_user(("films", "other"), key(1), false, 1).unwrap_err().to_string();
         assert!(taken.contains("films/cutter"), "{taken}");
         assert!(matches!(accounts.add_user(("no", "other"), key(2), false, 1), Err(Error::NoSuchAccount(_))));
         assert!(accounts.add_user(("main", "admin"), key(2), false, 1).is_err());

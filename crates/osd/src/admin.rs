@@ -103,10 +103,13 @@ impl Osd {
             }
             (granted, _) => granted?,
         };
+        // The rights of the caller may change while a request waits for other changes of the map.
+        let again = body.clone();
+        let still_permitted = || authorize_admin(&self.shard, caller, &again).map(drop);
         let pool = || grant.pool.as_deref().ok_or_else(|| Error::BadRequest("no pool is named".into()));
         match body {
             AdminRequest::PoolCreate { name, pg_count, redundancy, tenant: _ } => {
-                match self.create_pool((grant.tenant, &name), pg_count, redundancy).await {
+                match self.create_pool((grant.tenant, &name), pg_count, redundancy, still_permitted).await {
                     Err(Error::PoolExists(_)) if is_repeated => {}
                     created => created?,
                 }
@@ -120,7 +123,7 @@ impl Osd {
                 return Ok(AdminReply::Pools(self.list_pools(listed)));
             }
             AdminRequest::PoolRemove { force, .. } => {
-                match self.remove_pool(pool()?.record.id, force).await {
+                match self.remove_pool(pool()?.record.id, force, still_permitted).await {
                     Err(Error::NoSuchPool(_)) if is_repeated => {}
                     removed => removed?,
                 }
@@ -148,7 +151,7 @@ impl Osd {
             }
             AdminRequest::Usage => return Ok(AdminReply::Usage(status::usage(&self.shard.config).await)),
             AdminRequest::Accounts(request) => {
-                return self.administer_accounts(&grant, request, is_repeated).await;
+                return self.administer_accounts(caller, request, is_repeated).await;
             }
             AdminRequest::IssueCapability { grants, key, lifetime_s } => {
                 let issued = self.issue_capability((caller, grant.standing), grants, key, lifetime_s)?;

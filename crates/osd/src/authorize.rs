@@ -14,7 +14,8 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use capability::{CapabilityError, ClaimedGrant, Resource, Rights};
-use identity::{Caller, KeyHash};
+use identity::Caller;
+use messenger::PeerInfo;
 use tokio::time::Instant;
 use wire::{
     AccountRequest, AdminRequest, BulkDescriptor, BulkOwner, Condition, Data, Error, List, Mutate,
@@ -22,6 +23,7 @@ use wire::{
 };
 
 use crate::accounts::UserRights;
+use crate::ids::IdLayout;
 use crate::pool::ActivePool;
 use crate::sessions::AboutSession;
 use crate::shard::Shard;
@@ -31,24 +33,31 @@ pub(crate) struct SessionRights {
     rights: Rights,
     /// Time at which the capability expires. A change of the wall clock does not move it.
     until: Instant,
+    /// Number of the user who has proved the key of the connection.
+    presenter: u32,
     /// Number of changes of the map at the last comparison of the capability with the map.
     checked: Cell<u64>,
 }
 
 impl SessionRights {
-    /// Verifies the capability that the holder of the key `presenter` has presented.
+    /// Verifies the capability that the client `presenter` has presented.
     ///
     /// # Errors
     /// [`Error::CapabilityRefused`] if it is not valid now.
-    pub(crate) fn verify(shard: &Shard, capability: &[u8], presenter: &KeyHash) -> Result<Rc<SessionRights>> {
+    pub(crate) fn verify(
+        shard: &Shard,
+        capability: &[u8],
+        presenter: &PeerInfo,
+    ) -> Result<Rc<SessionRights>> {
         let now = Duration::from_millis(shard.config.clock.now_ms());
         let node = shard.map.borrow().node;
-        let claims = shard.capability_key.verify(capability, (node, presenter), now);
+        let claims = shard.capability_key.verify(capability, (node, &presenter.key), now);
         let claims = claims.map_err(|e| shard.refusal_of(e))?;
         let left = Duration::from_secs(claims.expires).saturating_sub(now);
         let rights = SessionRights {
             rights: Rights::new(claims),
             until: Instant::now() + left.min(capability::LIFETIME_MAX),
+            presenter: presenter.user.as_ref().map_or(u32::MAX, |user| user.id),
             checked: Cell::new(u64::MAX),
         };
         rights.check(shard)?;
@@ -78,7 +87,9 @@ impl SessionRights {
         if self.checked.get() != changes {
             let map = shard.map.borrow();
             let claims = self.rights.claims();
-            let is_current = map.accounts.revision(claims.user) == Some(claims.revision);
+            // Another user may have issued the capability to the presenter.
+            let is_current = map.accounts.revision(claims.user) == Some(claims.revision)
+                && map.accounts.revision(self.presenter).is_some();
             if !is_current && !base::mutant!(IgnoreRevision) {
                 return Err(shard.refusal_of(CapabilityError::Outdated));
             }
@@ -118,6 +129,12 @@ pub(crate) fn authorize(
         pool = pool.or_else(|| shard.pools.all_open().into_iter().find(is_named));
     }
     let id = pool.as_ref().map(|pool| pool.record.id);
+    // The cursors of such a pool show names outside of a prefix.
+    let is_hashed = pool.as_ref().is_some_and(|pool| pool.record.ids == IdLayout::Hashed);
+    let place = match request {
+        ObjectRequest::List(_) if is_hashed => Resource::Pool,
+        _ => place,
+    };
     let permits = |verb: Verb| {
         let is_skipped = (verb == Verb::Read && base::mutant!(PermitReads))
             || (verb == Verb::Write && base::mutant!(PermitWrites))

@@ -33,17 +33,19 @@ impl Osd {
         self.shard.pools.all_open().into_iter().filter_map(info).collect()
     }
 
-    /// Creates a pool. The pool exists once the map with the pool is durable.
+    /// Creates a pool, if the caller is still permitted to once it is its turn. The pool exists once the map with the pool is durable.
     pub(crate) async fn create_pool(
         &self,
         (tenant, name): (u32, &[u8]),
         pg_count: u32,
         redundancy: Redundancy,
+        still_permitted: impl FnOnce() -> wire::Result<()>,
     ) -> wire::Result<()> {
         let name = PoolName::from_wire(name)?.to_string();
         redundancy.check()?;
         let pg_count = placement::pg_count(pg_count)?;
         let _one_at_a_time = self.map_keeper.changing.lock().await;
+        still_permitted()?;
         let mut map = self.shard.map.borrow().clone();
         if self.shard.pools.named(tenant, &name).is_some() {
             return Err(Error::PoolExists(name));
@@ -58,6 +60,7 @@ impl Osd {
         let record = PoolRecord { id, name, pg_count, made_ms, removing, redundancy, ids, tenant };
         map.next_pool_id += 1;
         map.pools.push(record.clone());
+        self.check_size(&map)?;
         let created = self.create_on_all_shards(record, map).await;
         let exists = created.is_ok();
         let known = self.shard.tell_each(move |shard| {
@@ -78,8 +81,14 @@ impl Osd {
 
     /// Closes a pool and marks it in the map as being removed. A background task then removes the
     /// pool's objects, and finally the pool's record in the map.
-    pub(crate) async fn remove_pool(self: &Rc<Osd>, id: u32, force: bool) -> wire::Result<()> {
+    pub(crate) async fn remove_pool(
+        self: &Rc<Osd>,
+        id: u32,
+        force: bool,
+        still_permitted: impl FnOnce() -> wire::Result<()>,
+    ) -> wire::Result<()> {
         let _one_at_a_time = self.map_keeper.changing.lock().await;
+        still_permitted()?;
         let record = self.shard.open_pool(id)?.record.clone();
         self.set_closed(id, true).await?;
         if let Err(e) = self.try_remove(&record, force).await {

@@ -200,7 +200,7 @@ impl Served {
 
     /// Replaces the rights of the session.
     fn renew(&mut self, capability: &[u8]) -> wire::Result<ReplyBody> {
-        let verified = SessionRights::verify(&self.shard, capability, &self.connection.peer().key);
+        let verified = SessionRights::verify(&self.shard, capability, self.connection.peer());
         self.rights = Some(verified.map_err(|e| self.refuse("renew a capability", e))?);
         Ok(ReplyBody::Renewed)
     }
@@ -215,7 +215,7 @@ impl Served {
         if version < oldest.max(wire::VERSION_OLDEST) {
             return Err(Error::WrongVersion { oldest: wire::VERSION_OLDEST, newest: wire::VERSION });
         }
-        let verified = SessionRights::verify(&self.shard, capability, &self.connection.peer().key);
+        let verified = SessionRights::verify(&self.shard, capability, self.connection.peer());
         let rights = verified.map_err(|e| self.refuse("open a session", e))?;
         let connection = OpeningConnection {
             shard: self.shard.share.shard(),

@@ -613,6 +613,35 @@ async fn accounts_and_rights_survive_a_restart() {
     osd.stop();
 }
 
+#[tokio::test]
+async fn a_removed_administrator_changes_nothing_while_the_removal_is_saved() {
+    let world = World::start().await;
+    let operator = world.users["main/operator"].key();
+    let caller = |key, user: UserName| Caller { key, user };
+    let own = UserName { id: NODE_ADMIN, tenant_id: 0, tenant: "main".into(), user: "admin".into() };
+    let users = |request| AdminRequest::Accounts(request);
+    let known = world.node.config.users.find(&operator).unwrap();
+    let remove = users(RemoveUser { user: "main/operator".parse().unwrap() });
+    let backdoor = |name: &str| {
+        users(CreateUser { user: name.parse().unwrap(), key: [name.len() as u8; 32], is_node_admin: true })
+    };
+    let pool = AdminRequest::PoolCreate {
+        name: "q".into(),
+        pg_count: 1,
+        redundancy: wire::Redundancy::Single,
+        tenant: Some("rival".into()),
+    };
+    // The requests arrive in this order, before the removal has been saved.
+    let removed = world.administrator.administer(caller(world.admin.key(), own), remove, false);
+    let late = [backdoor("main/back"), backdoor("films/door"), pool]
+        .map(|request| world.administrator.administer(caller(operator, known.clone()), request, false));
+    removed.await.unwrap();
+    for request in late {
+        let answer = request.await;
+        assert!(matches!(answer, Err(Error::NotAdministrator { .. })), "{answer:?}");
+    }
+}
+
 /// Each planted error in permissions turns a cell of the tables wrong. The bugs are active in the whole
 /// process, so this test runs alone: `make rights-mutants`.
 #[cfg(mutants)]
