@@ -148,7 +148,7 @@ impl World {
         self.create("films/owner", false, &[("*", "read,write,list,admin")]).await;
         self.create("films/other", false, &[]).await;
         self.create("films/reader", false, &[("p", "read,list")]).await;
-        self.create("films/prefix", false, &[("p/a/", "read,write,list")]).await;
+        self.create("films/prefix", false, &[("p/a/", "read,write,list"), ("p/c/", "write")]).await;
         self.create("films/gone", false, &[("p", "read,write,list,admin")]).await;
         self.create("rival/owner", false, &[("*", "read,write,list,admin")]).await;
         self.create("main/operator", true, &[]).await;
@@ -364,7 +364,9 @@ async fn wrong_requests() -> Vec<String> {
     let requests = [
         write("a/x", vec![]),
         write("b/x", vec![]),
-        write("a/x", vec![same]),
+        write("a/x", vec![same.clone()]),
+        write("c/x", vec![]),
+        write("c/x", vec![same]),
         read("a/x", None),
         read("b/x", None),
         query("a/x"),
