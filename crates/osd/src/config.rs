@@ -96,7 +96,8 @@ pub struct OsdConfig {
     pub dpu_key: ProofKey,
     /// Whether the operator accepts a map that the DPU has not sealed, because the DPU's key was lost.
     pub accepts_altered_map: bool,
-    /// The users in the node's map. The osd keeps it up to date; whoever accepts connections uses it.
+    /// The users in the node's map. The osd keeps it up to date, and
+    /// listeners look up the keys of their peers in it.
     pub users: Directory,
     /// The audit log.
     pub audit: AuditAt,
