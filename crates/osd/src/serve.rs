@@ -6,7 +6,6 @@ use std::sync::Arc;
 
 use base::block::Payload;
 use base::phases::Clock;
-use capability::CapabilityError;
 use messenger::{Connection, ConnectionEvent, Incoming, Listener, Message};
 use store::Submit;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
@@ -179,22 +178,18 @@ impl Served {
         });
     }
 
-    /// Notes a refusal in the audit log. That a client has no capability yet is no refusal.
+    /// Notes a refusal in the audit log.
     fn refuse(&self, what: &str, e: Error) -> Error {
-        let is_first =
-            matches!(&e, Error::CapabilityRefused { why, .. } if *why == CapabilityError::None.to_string());
-        if !is_first {
-            let peer = self.connection.peer();
-            self.shard.config.audit.record(|| AuditEvent {
-                at_ms: self.shard.config.clock.now_ms(),
-                event: AuditKind::Refused,
-                user: peer.user.as_ref().map(ToString::to_string),
-                key: peer.key,
-                peer: Some(peer.address.clone()),
-                what: what.to_owned(),
-                why: Some(e.to_string()),
-            });
-        }
+        let peer = self.connection.peer();
+        self.shard.config.audit.record(|| AuditEvent {
+            at_ms: self.shard.config.clock.now_ms(),
+            event: AuditKind::Refused,
+            user: peer.user.as_ref().map(ToString::to_string),
+            key: peer.key,
+            peer: Some(peer.address.clone()),
+            what: what.to_owned(),
+            why: Some(e.to_string()),
+        });
         e
     }
 
@@ -216,7 +211,11 @@ impl Served {
             return Err(Error::WrongVersion { oldest: wire::VERSION_OLDEST, newest: wire::VERSION });
         }
         let verified = SessionRights::verify(&self.shard, capability, self.connection.peer());
-        let rights = verified.map_err(|e| self.refuse("open a session", e))?;
+        let rights = match verified {
+            // Each new client opens a session without a capability first, to learn where to get one.
+            Err(e @ Error::CapabilityRefused { .. }) if capability.is_empty() => return Err(e),
+            verified => verified.map_err(|e| self.refuse("open a session", e))?,
+        };
         let connection = OpeningConnection {
             shard: self.shard.share.shard(),
             id: self.id,

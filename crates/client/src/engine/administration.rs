@@ -42,8 +42,8 @@ impl ControlPlane for ControlClient {
 }
 
 /// The control plane of an osd in the same process, for tests, simulations and measurements. The
-/// function executes a request of the process itself; its second argument says whether an earlier attempt may have taken
-/// effect.
+/// function executes a request of the process itself. Its second argument says whether an earlier
+/// attempt may have taken effect.
 pub struct InProcess<F>(pub F);
 
 impl<F> ControlPlane for InProcess<F>

@@ -22,7 +22,7 @@ use crate::{Error, Options, Result};
 /// Part of the lifetime of a capability that is left when the client replaces it: a quarter.
 const RENEW_BEFORE: u32 = 4;
 /// Pause before another attempt to replace a capability.
-const RETRY_PAUSE: Duration = Duration::from_secs(30);
+pub(super) const RETRY_PAUSE: Duration = Duration::from_secs(30);
 
 /// The capability of a session.
 pub(super) struct CapabilityHolder {
@@ -98,11 +98,6 @@ impl CapabilityHolder {
         let lifetime = Duration::from_secs(claims.expires.saturating_sub(claims.issued));
         let left = Duration::from_secs(claims.expires).saturating_sub(now).min(lifetime);
         left.saturating_sub(lifetime / RENEW_BEFORE)
-    }
-
-    /// Returns the time after which another attempt to replace the capability may succeed.
-    pub(super) fn retry_after(&self) -> Duration {
-        RETRY_PAUSE
     }
 }
 

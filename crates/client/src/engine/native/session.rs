@@ -25,7 +25,7 @@ use tokio::sync::{Notify, oneshot};
 use tokio::time::Instant;
 use wire::{ObjectName, PartId, Reply, RequestBody, RequestHead, SessionId, UploadId};
 
-use super::capabilities::CapabilityHolder;
+use super::capabilities::{CapabilityHolder, RETRY_PAUSE};
 use super::link_task::{LinkEnds, LinkTask, RECONNECT_PAUSE, RECONNECT_PAUSE_MAX};
 use super::links::{Links, ReadyConnection};
 use super::opening::{OpenedConnection, ShardHello, dial};
@@ -261,11 +261,11 @@ impl Shared {
                 pause = match self.capabilities.replace(&old, control.as_deref()).await {
                     Ok(()) => {
                         self.present_capability().await;
-                        self.capabilities.renew_after().max(self.capabilities.retry_after())
+                        self.capabilities.renew_after().max(RETRY_PAUSE)
                     }
                     Err(error) => {
                         tracing::debug!(%error, "the capability cannot be replaced yet; trying again");
-                        self.capabilities.retry_after()
+                        RETRY_PAUSE
                     }
                 };
             }
