@@ -33,6 +33,9 @@ pub enum CapabilityError {
     /// The capability belongs to the holder of another key.
     #[error("the capability belongs to the holder of another key")]
     OtherKey,
+    /// The capability names another tenant than the one that the connection belongs to.
+    #[error("the capability belongs to another tenant than the connection")]
+    OtherTenant,
     /// The time of the capability is over.
     #[error("the capability has expired")]
     Expired,

@@ -10,7 +10,9 @@ use wire::{
     QueryAnswer, Redundancy, RoleUsage, ScrubStatus,
 };
 
-use crate::engine::{Capability, ChangeRequest, Engine, NativeEngine, ReadReply, ReadRequest};
+use crate::engine::{
+    Capability, ChangeRequest, Engine, NativeEngine, ReadReply, ReadRequest, SharedConnections,
+};
 use crate::requests::Requests;
 use crate::{Error, Options, Pool, Result};
 
@@ -58,6 +60,21 @@ impl Client {
         options: Options,
     ) -> Result<Client> {
         let engine = NativeEngine::connect_over(stack, endpoint, &options).await?;
+        Ok(Client::over(Arc::new(engine), options))
+    }
+
+    /// Opens a session on connections that it shares with the sessions of other clients. Must be called
+    /// on a tokio runtime, which then runs the connections that are opened for this session. The options
+    /// select no network stack.
+    ///
+    /// # Errors
+    /// [`Error::Network`] if the node cannot be reached, [`Error::Node`] if it refuses this client.
+    pub async fn connect_sharing(
+        connections: &SharedConnections,
+        endpoint: &str,
+        options: Options,
+    ) -> Result<Client> {
+        let engine = NativeEngine::connect_sharing(connections, endpoint, &options).await?;
         Ok(Client::over(Arc::new(engine), options))
     }
 

@@ -34,7 +34,7 @@ struct Arrived {
 
 impl Arrived {
     async fn answer(&self, result: wire::Result<ReplyBody>) {
-        let header = wire::encode_reply(&Reply { seq: self.head.seq, result });
+        let header = wire::encode_reply(&Reply { strand: self.head.strand, seq: self.head.seq, result });
         self.connection.send(Message { header, payload: Payload::default() }).await.unwrap();
     }
 

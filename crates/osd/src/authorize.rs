@@ -25,7 +25,7 @@ use wire::{
 use crate::accounts::UserRights;
 use crate::ids::IdLayout;
 use crate::pool::ActivePool;
-use crate::sessions::AboutSession;
+use crate::sessions::{AboutSession, SessionOwner};
 use crate::shard::Shard;
 
 /// The rights of a session on one connection.
@@ -53,6 +53,10 @@ impl SessionRights {
         let node = shard.map.borrow().node;
         let claims = shard.capability_key.verify(capability, (node, &presenter.key), now);
         let claims = claims.map_err(|e| shard.refusal_of(e))?;
+        // A connection belongs to one tenant, and so do its protection domain and its queues.
+        if presenter.user.as_ref().is_none_or(|user| user.tenant_id != claims.tenant) {
+            return Err(shard.refusal_of(CapabilityError::OtherTenant));
+        }
         let left = Duration::from_secs(claims.expires).saturating_sub(now);
         let rights = SessionRights {
             rights: Rights::new(claims),
@@ -67,6 +71,12 @@ impl SessionRights {
     /// Returns the name of the user: `TENANT/USER`.
     pub(crate) fn user(&self) -> &str {
         &self.rights.claims().name
+    }
+
+    /// Returns who owns a session with these rights, on a connection of `presenter`.
+    pub(crate) fn owner(&self, presenter: &PeerInfo) -> SessionOwner {
+        let user = self.rights.claims().user;
+        SessionOwner { key: presenter.key, for_user: (user != self.presenter).then_some(user) }
     }
 
     /// Returns what operators see of a session with these rights.

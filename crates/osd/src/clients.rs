@@ -19,19 +19,27 @@ pub(crate) type ConnectionId = u64;
 pub(crate) struct SessionAttachment {
     pub(crate) number: AttachmentNumber,
     pub(crate) connection: ConnectionId,
-    /// One permit for each request of the connection that may be in progress.
+    /// Number of the session on the connection.
+    pub(crate) strand: u32,
+    /// One permit for each request of the session on this connection that may be in progress.
     pub(crate) room: Arc<Semaphore>,
 }
 
-/// The shard's connections, and the session of each.
+/// The shard's connections, and the sessions on each.
 #[derive(Default)]
 pub(crate) struct Clients(RefCell<ClientTable>);
 
 #[derive(Default)]
 struct ClientTable {
     last: ConnectionId,
-    open: BTreeMap<ConnectionId, Weak<dyn Connection>>,
+    open: BTreeMap<ConnectionId, OpenConnection>,
     attached: HashMap<SessionId, SessionAttachment>,
+}
+
+struct OpenConnection {
+    connection: Weak<dyn Connection>,
+    /// Number of sessions that are attached to the connection.
+    sessions: usize,
 }
 
 impl Clients {
@@ -40,37 +48,35 @@ impl Clients {
         let mut table = self.0.borrow_mut();
         table.last += 1;
         let id = table.last;
-        table.open.insert(id, Arc::downgrade(connection));
+        table.open.insert(id, OpenConnection { connection: Arc::downgrade(connection), sessions: 0 });
         id
     }
 
-    /// Removes a connection that has ended, and the attachment of `session` to it. Returns the number
-    /// of this attachment.
-    pub(crate) fn disconnected(
-        &self,
-        connection: ConnectionId,
-        session: Option<SessionId>,
-    ) -> Option<AttachmentNumber> {
+    /// Removes a connection that has ended. Only sessions that are being closed may still be attached
+    /// to it.
+    pub(crate) fn disconnected(&self, connection: ConnectionId) {
         self.0.borrow_mut().open.remove(&connection);
-        session.and_then(|session| self.detach(session, connection))
     }
 
-    /// Ends the attachment of a session to a connection. Returns its number, or `None` if the session
-    /// is not attached to this connection.
-    pub(crate) fn detach(&self, session: SessionId, connection: ConnectionId) -> Option<AttachmentNumber> {
-        self.is_attached(session, connection)
-            .then(|| self.0.borrow_mut().attached.remove(&session))
-            .flatten()
-            .map(|attachment| attachment.number)
+    /// Ends an attachment of a session. Returns whether it was the session's current one.
+    pub(crate) fn detach(&self, session: SessionId, number: AttachmentNumber) -> bool {
+        let is_current = self.is_attached(session, number);
+        if is_current {
+            self.0.borrow_mut().remove(session);
+        }
+        is_current
     }
 
     /// Attaches a session to a connection, which waits for this and therefore stays in the table. From
-    /// then on, the shard refuses the session's requests on an earlier connection.
+    /// then on, the shard refuses the session's requests on an earlier attachment.
     pub(crate) fn attach(&self, session: SessionId, attachment: SessionAttachment) {
         let mut table = self.0.borrow_mut();
+        let earlier = table.remove(session);
         let number = attachment.number;
-        let earlier = table.attached.insert(session, attachment);
         assert!(earlier.is_none_or(|earlier| earlier.number < number), "attachments have growing numbers");
+        let open = table.open.get_mut(&attachment.connection).expect("the connection waits for its session");
+        open.sessions += 1;
+        table.attached.insert(session, attachment);
     }
 
     /// Ends the session's attachment on this shard, unless it is newer than `newest`. Returns it.
@@ -81,17 +87,19 @@ impl Clients {
     ) -> Option<SessionAttachment> {
         let mut table = self.0.borrow_mut();
         let is_meant = table.attached.get(&session).is_some_and(|now| now.number <= newest);
-        is_meant.then(|| table.attached.remove(&session)).flatten()
+        is_meant.then(|| table.remove(session)).flatten()
     }
 
-    /// Returns whether the session is attached to this connection.
-    pub(crate) fn is_attached(&self, session: SessionId, connection: ConnectionId) -> bool {
-        self.0.borrow().attached.get(&session).is_some_and(|now| now.connection == connection)
+    /// Returns whether this is the session's current attachment.
+    pub(crate) fn is_attached(&self, session: SessionId, number: AttachmentNumber) -> bool {
+        self.0.borrow().attached.get(&session).is_some_and(|now| now.number == number)
     }
 
-    /// Returns a connection, if it is open.
-    pub(crate) fn connection(&self, id: ConnectionId) -> Option<Arc<dyn Connection>> {
-        self.0.borrow().open.get(&id).and_then(Weak::upgrade)
+    /// Returns a connection, if it is open, and whether it has any session.
+    pub(crate) fn connection(&self, id: ConnectionId) -> Option<(Arc<dyn Connection>, bool)> {
+        let table = self.0.borrow();
+        let open = table.open.get(&id)?;
+        Some((open.connection.upgrade()?, open.sessions > 0))
     }
 
     /// Returns the number of sessions that are attached to a connection.
@@ -99,9 +107,23 @@ impl Clients {
         self.0.borrow().attached.len() as u32
     }
 
-    /// Returns the number of connections that use one-sided transfers for bulk data now.
+    /// Returns the number of sessions whose connection uses one-sided transfers for bulk data now.
     pub(crate) fn one_sided(&self) -> u32 {
         let table = self.0.borrow();
-        table.open.values().filter_map(Weak::upgrade).filter(|c| c.limits().one_sided).count() as u32
+        let is_one_sided =
+            |open: &&OpenConnection| open.connection.upgrade().is_some_and(|open| open.limits().one_sided);
+        table.open.values().filter(is_one_sided).map(|open| open.sessions as u32).sum()
+    }
+}
+
+impl ClientTable {
+    /// Removes the attachment of a session.
+    fn remove(&mut self, session: SessionId) -> Option<SessionAttachment> {
+        let removed = self.attached.remove(&session)?;
+        // The connection may have ended while the session was being closed.
+        if let Some(open) = self.open.get_mut(&removed.connection) {
+            open.sessions -= 1;
+        }
+        Some(removed)
     }
 }

@@ -100,6 +100,6 @@ pub use audit_log::{AuditAt, AuditEvent, AuditKind, AuditSink};
 pub use config::{OffloadSource, OsdConfig, TargetRetry, UsageSource};
 pub use directory::Directory;
 pub use server::{FirstShard, FurtherShard, OsdServer, OsdStarted, ShardResources, shards};
-pub use sessions::session_id;
+pub use sessions::{SessionOwner, session_id};
 pub use start_error::StartError;
 pub use witness::{WitnessAt, WitnessStorage};

@@ -6,7 +6,6 @@ use std::sync::Arc;
 
 use array::Pace;
 use base::budget::PeerAddress;
-use identity::KeyHash;
 use tokio::sync::Semaphore;
 use wire::{SessionId, SessionInfo};
 
@@ -18,7 +17,7 @@ use crate::config::OsdConfig;
 use crate::mailbox::ShardGone;
 use crate::map::{MISSING_STEP, NodeMap, PoolRecord};
 use crate::seal::Seal;
-use crate::sessions::{AboutSession, AttachmentNumber, OpenedSession, SessionSlots, Shortages};
+use crate::sessions::{AboutSession, AttachmentNumber, OpenedSession, SessionOwner, SessionSlots, Shortages};
 use crate::shard::{NodeBasis, Shard};
 use crate::start_error::StartError;
 use crate::target::Target;
@@ -40,9 +39,10 @@ pub(crate) struct Osd {
 pub(crate) struct OpeningConnection {
     pub(crate) shard: u16,
     pub(crate) id: ConnectionId,
+    /// Number of the session on the connection.
+    pub(crate) strand: u32,
     pub(crate) peer: PeerAddress,
-    /// The key that the client has proved.
-    pub(crate) owner: KeyHash,
+    pub(crate) owner: SessionOwner,
     pub(crate) about: AboutSession,
     pub(crate) room: Arc<Semaphore>,
 }
@@ -82,13 +82,13 @@ impl Osd {
     }
 
     /// Opens a session on a connection of any shard. When this function returns, all shards know the
-    /// session.
+    /// session. Returns its id, and the number of its attachment to the connection.
     pub(crate) async fn open_session(
         &self,
         presented: Option<SessionId>,
         connection: OpeningConnection,
-    ) -> wire::Result<SessionId> {
-        let OpeningConnection { shard: on, id: connection, peer, owner, about, room } = connection;
+    ) -> wire::Result<(SessionId, AttachmentNumber)> {
+        let OpeningConnection { shard: on, id: connection, strand, peer, owner, about, room } = connection;
         let OpenedSession { id, attachment: number, evicted } =
             self.slots.borrow_mut().open(presented, on, ((about.tenant, peer), &owner))?;
         if presented.is_none() {
@@ -96,7 +96,7 @@ impl Osd {
                 at_ms: about.opened_ms,
                 event: AuditKind::SessionOpened,
                 user: Some(about.user.clone()),
-                key: owner,
+                key: owner.key,
                 peer: Some(about.peer.clone()),
                 what: id.to_string(),
                 why: None,
@@ -112,11 +112,11 @@ impl Osd {
             shard.presence.opened(id);
             if shard.share.shard() == on {
                 let room = Arc::clone(&room);
-                shard.clients.attach(id, SessionAttachment { number, connection, room });
+                shard.clients.attach(id, SessionAttachment { number, connection, strand, room });
             }
         });
         known.await?;
-        Ok(id)
+        Ok((id, number))
     }
 
     /// Returns the sessions of a tenant; with `None`, of all tenants.
@@ -134,7 +134,7 @@ impl Osd {
         listed.map(info).collect()
     }
 
-    /// Ends a session: its connections close, and it cannot be resumed. When this returns, no shard begins
+    /// Ends a session: the connections that have no other session close, and it cannot be resumed. When this returns, no shard begins
     /// a request of the session any more.
     ///
     /// # Errors

@@ -1,6 +1,7 @@
 //! Serves connections: receives requests and sends replies.
 
 use std::cell::Cell;
+use std::collections::BTreeMap;
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -10,6 +11,7 @@ use messenger::{Connection, ConnectionEvent, Incoming, Listener, Message};
 use store::Submit;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Duration, Instant};
+use wire::limits::MAX_STRANDS;
 use wire::{
     Error, Mutate, Mutated, ObjectReply, ObjectRequest, Reply, ReplyBody, RequestBody, RequestHead, SessionId,
 };
@@ -41,28 +43,50 @@ pub(crate) async fn accept(shard: Rc<Shard>, mut listener: Box<dyn Listener>) {
             Ok((connection, incoming)) => {
                 let id = shard.clients.connected(&connection);
                 let room = Arc::new(Semaphore::new(shard.config.requests_per_connection));
-                let (session, rights, heard) = (None, None, Instant::now());
-                let served =
-                    Served { shard: Rc::clone(&shard), connection, id, room, session, rights, heard };
-                spawn(served.run(incoming));
+                let strands = BTreeMap::new();
+                spawn(Served { shard: Rc::clone(&shard), connection, id, room, strands }.run(incoming));
             }
             Err(e) => tracing::debug!(error = %e, "a peer failed to connect"),
         }
     }
 }
 
-/// An open connection and its session.
+/// An open connection and its sessions.
 struct Served {
     shard: Rc<Shard>,
     connection: Arc<dyn Connection>,
     id: ConnectionId,
     /// One permit for each request of the connection that may be in progress.
     room: Arc<Semaphore>,
-    session: Option<SessionId>,
-    /// The rights of the session.
-    rights: Option<Rc<SessionRights>>,
+    /// The sessions by their strands.
+    strands: BTreeMap<u32, Strand>,
+}
+
+/// A session on a connection.
+struct Strand {
+    session: SessionId,
+    attachment: AttachmentNumber,
+    rights: Rc<SessionRights>,
+    /// One permit for each request of the session on this connection that may be in progress.
+    room: Arc<Semaphore>,
     /// Time at which the session's activity was last recorded.
     heard: Instant,
+}
+
+impl Strand {
+    /// Returns whether the shard accepts requests of the session on this strand.
+    fn is_current(&self, shard: &Shard) -> bool {
+        shard.clients.is_attached(self.session, self.attachment)
+    }
+
+    /// Ends the strand. Its session may continue on another one.
+    fn end(self, shard: &Rc<Shard>) {
+        let Strand { session, attachment, .. } = self;
+        if shard.clients.detach(session, attachment) {
+            let on = shard.share.shard();
+            shard.tell_first(move |osd| osd.session_left(session, on, attachment));
+        }
+    }
 }
 
 impl Served {
@@ -84,15 +108,10 @@ impl Served {
                 }
             }
         }
-        let ended = self.shard.clients.disconnected(self.id, self.session);
-        self.session_left(self.session, ended);
-    }
-
-    /// Tells the first shard that an attachment has ended.
-    fn session_left(&self, session: Option<SessionId>, attachment: Option<AttachmentNumber>) {
-        let (Some(session), Some(attachment)) = (session, attachment) else { return };
-        let on = self.shard.share.shard();
-        self.shard.tell_first(move |osd| osd.session_left(session, on, attachment));
+        for (_, strand) in self.strands {
+            strand.end(&self.shard);
+        }
+        self.shard.clients.disconnected(self.id);
     }
 
     /// Handles a message. Returns `false` if the message is not a request, so that the caller must
@@ -108,44 +127,50 @@ impl Served {
         let body = match wire::decode_body(rest) {
             Ok(body) => body,
             Err(e) => {
-                let refused = Err(Error::BadRequest(e.to_string()));
-                self.shard.answer(&self.connection, head.seq, refused, Payload::default()).await;
+                self.shard.refuse_request(&self.connection, &head, Error::BadRequest(e.to_string())).await;
                 return true;
             }
         };
-        let session = match (&body, self.session) {
-            (RequestBody::Open { oldest, newest, session, capability }, _) => {
-                let opened = self.open((*oldest, *newest), *session, capability).await;
-                self.shard.answer(&self.connection, head.seq, opened, Payload::default()).await;
+        match &body {
+            RequestBody::Open { oldest, newest, session, capability } => {
+                let opened = self.open(head.strand, (*oldest, *newest), *session, capability).await;
+                self.shard.answer(&self.connection, &head, opened, Payload::default()).await;
                 return true;
             }
-            (RequestBody::CloseSession, Some(session))
-                if self.shard.clients.is_attached(session, self.id) =>
-            {
-                drop(permit);
-                self.close_session(session, head.seq);
+            RequestBody::Leave => {
+                if let Some(strand) = self.strands.remove(&head.strand) {
+                    strand.end(&self.shard);
+                }
                 return true;
             }
-            (RequestBody::Renew { capability }, Some(_)) => {
-                let renewed = self.renew(capability);
-                self.shard.answer(&self.connection, head.seq, renewed, Payload::default()).await;
+            RequestBody::Renew { capability } if self.strands.contains_key(&head.strand) => {
+                let renewed = self.renew(head.strand, capability);
+                self.shard.answer(&self.connection, &head, renewed, Payload::default()).await;
                 return true;
             }
-            (_, Some(session)) if self.shard.clients.is_attached(session, self.id) => session,
-            _ => {
-                let refused = Err(Error::NoSession(
-                    "the session was resumed on another connection, or never opened".into(),
-                ));
-                self.shard.answer(&self.connection, head.seq, refused, Payload::default()).await;
-                return true;
-            }
+            RequestBody::CloseSession | RequestBody::Renew { .. } | RequestBody::Object(_) => {}
+        }
+        let current = self.strands.get_mut(&head.strand).filter(|strand| strand.is_current(&self.shard));
+        // While the shard accepts requests of a session, nothing else takes permits of its strand.
+        let admitted =
+            current.and_then(|strand| Some((Arc::clone(&strand.room).try_acquire_owned().ok()?, strand)));
+        let Some((session_permit, strand)) = admitted else {
+            let why = "the session was resumed on another connection, has ended, or was never opened";
+            self.shard.refuse_request(&self.connection, &head, Error::NoSession(why.into())).await;
+            return true;
         };
-        if self.heard.elapsed() >= HEARD_PAUSE {
-            self.heard = Instant::now();
+        let session = strand.session;
+        if matches!(body, RequestBody::CloseSession) {
+            drop((permit, session_permit));
+            self.close_session(session, head);
+            return true;
+        }
+        if strand.heard.elapsed() >= HEARD_PAUSE {
+            strand.heard = Instant::now();
             self.shard.tell_first(move |osd| osd.session_heard(session));
         }
-        let rights = self.rights.clone().expect("an open session has rights");
-        let request = RequestContext { head, session, connection: Arc::clone(&self.connection), rights };
+        let (connection, rights) = (Arc::clone(&self.connection), Rc::clone(&strand.rights));
+        let request = RequestContext { head, session, connection, rights };
         let shard = Rc::clone(&self.shard);
         let running = clock.clone();
         spawn(running.scope(async move {
@@ -157,24 +182,25 @@ impl Served {
             let (result, payload) = shard.carry_out(&request, body, message.payload).await;
             drop(counted);
             let carried_out = result.is_ok();
-            shard.answer(&request.connection, request.head.seq, result, payload).await;
+            shard.answer(&request.connection, &request.head, result, payload).await;
             if carried_out {
                 shard.times.add(kind, clock.finish());
             }
-            drop(permit);
+            drop((permit, session_permit));
         }));
         true
     }
 
-    /// Ends the session once its requests in progress have finished. From now on, the connection
-    /// has no session, so further requests are refused.
-    fn close_session(&mut self, session: SessionId, seq: u64) {
-        self.session = None;
+    /// Ends the session once its requests in progress have finished. From now on, the strand has no
+    /// session, so further requests are refused.
+    fn close_session(&mut self, session: SessionId, head: RequestHead) {
+        // The strand of the session ends with it.
+        self.strands.remove(&head.strand);
         let (shard, connection) = (Rc::clone(&self.shard), Arc::clone(&self.connection));
         spawn(async move {
             let closed = shard.on_first(move |osd| async move { osd.close_session(session).await }).await;
             let result = closed.flatten().map(|()| ReplyBody::Closed).map_err(Error::from);
-            shard.answer(&connection, seq, result, Payload::default()).await;
+            shard.answer(&connection, &head, result, Payload::default()).await;
         });
     }
 
@@ -193,15 +219,23 @@ impl Served {
         e
     }
 
-    /// Replaces the rights of the session.
-    fn renew(&mut self, capability: &[u8]) -> wire::Result<ReplyBody> {
-        let verified = SessionRights::verify(&self.shard, capability, self.connection.peer());
-        self.rights = Some(verified.map_err(|e| self.refuse("renew a capability", e))?);
+    /// Replaces the rights of a session.
+    fn renew(&mut self, strand: u32, capability: &[u8]) -> wire::Result<ReplyBody> {
+        let peer = self.connection.peer();
+        let verified = SessionRights::verify(&self.shard, capability, peer);
+        let verified = verified.and_then(|rights| match self.strands.get(&strand) {
+            Some(strand) if strand.rights.owner(peer) == rights.owner(peer) => Ok(rights),
+            _ => Err(Error::BadRequest("the capability belongs to another user than the session".into())),
+        });
+        let rights = verified.map_err(|e| self.refuse("renew a capability", e))?;
+        self.strands.get_mut(&strand).expect("the caller has looked").rights = rights;
         Ok(ReplyBody::Renewed)
     }
 
+    /// Opens a session on a strand.
     async fn open(
         &mut self,
+        strand: u32,
         (oldest, newest): (u16, u16),
         presented: Option<SessionId>,
         capability: &[u8],
@@ -216,24 +250,30 @@ impl Served {
             Err(e @ Error::CapabilityRefused { .. }) if capability.is_empty() => return Err(e),
             verified => verified.map_err(|e| self.refuse("open a session", e))?,
         };
+        if !self.strands.contains_key(&strand) && self.strands.len() >= MAX_STRANDS {
+            self.strands.retain(|_, strand| strand.is_current(&self.shard));
+            if self.strands.len() >= MAX_STRANDS {
+                let advice = "open another connection".into();
+                let what = "sessions on one connection".into();
+                return Err(Error::Busy { what, limit: MAX_STRANDS as u64, advice });
+            }
+        }
+        let room = Arc::new(Semaphore::new(self.shard.config.requests_per_connection));
         let connection = OpeningConnection {
             shard: self.shard.share.shard(),
             id: self.id,
+            strand,
             peer: self.connection.peer().peer,
-            owner: self.connection.peer().key,
+            owner: rights.owner(self.connection.peer()),
             about: rights.about(&self.shard, self.connection.peer().address.clone()),
-            room: Arc::clone(&self.room),
+            room: Arc::clone(&room),
         };
         let opening = move |osd: Rc<Osd>| async move { osd.open_session(presented, connection).await };
-        let session = self.shard.on_first(opening).await??;
-        self.rights = Some(rights);
-        if let Some(before) = self.session.replace(session)
-            && before != session
-        {
-            // A connection has only one session. If the earlier session stayed attached, it would
-            // keep its slot forever.
-            let ended = self.shard.clients.detach(before, self.id);
-            self.session_left(Some(before), ended);
+        let (session, attachment) = self.shard.on_first(opening).await??;
+        let opened = Strand { session, attachment, rights, room, heard: Instant::now() };
+        if let Some(before) = self.strands.insert(strand, opened) {
+            // If an earlier session stayed attached, it would keep its slot forever.
+            before.end(&self.shard);
         }
         let endpoint = self.shard.endpoint().expect("an osd with connections has ports");
         let (shard, shards) = (self.shard.share.shard(), endpoint.ports.clone());
@@ -243,10 +283,15 @@ impl Served {
 }
 
 impl Shard {
+    /// Refuses a request before it is carried out.
+    async fn refuse_request(&self, connection: &Arc<dyn Connection>, head: &RequestHead, e: Error) {
+        self.answer(connection, head, Err(e), Payload::default()).await;
+    }
+
     async fn answer(
         &self,
         connection: &Arc<dyn Connection>,
-        seq: u64,
+        &RequestHead { strand, seq, .. }: &RequestHead,
         result: wire::Result<ReplyBody>,
         payload: Payload,
     ) {
@@ -254,12 +299,12 @@ impl Shard {
             self.times.refused();
             tracing::debug!(seq, error = %e, "a request was refused");
         }
-        let mut header = wire::encode_reply(&Reply { seq, result });
+        let mut header = wire::encode_reply(&Reply { strand, seq, result });
         let limit = connection.limits().max_header;
         if header.len() > limit {
             let (what, size) = ("size of the reply".into(), header.len() as u64);
             let result = Err(Error::TooLarge { what, size, limit: limit as u64 });
-            header = wire::encode_reply(&Reply { seq, result });
+            header = wire::encode_reply(&Reply { strand, seq, result });
         }
         if let Err(e) = connection.send(Message { header, payload }).await {
             // The client reconnects and sends a retry.
@@ -279,7 +324,10 @@ impl Shard {
                 Ok((reply, payload)) => (Ok(ReplyBody::Object(reply)), payload),
                 Err(e) => (Err(e), Payload::default()),
             },
-            RequestBody::Open { .. } | RequestBody::Renew { .. } | RequestBody::CloseSession => {
+            RequestBody::Open { .. }
+            | RequestBody::Renew { .. }
+            | RequestBody::CloseSession
+            | RequestBody::Leave => {
                 (Err(Error::BadRequest("the request concerns the connection".into())), Payload::default())
             }
         };

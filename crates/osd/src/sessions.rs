@@ -1,6 +1,6 @@
 //! [`SessionSlots`]: the slots of the osd's sessions, which the first shard hands out.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, VecDeque};
 
 use base::budget::{Budget, PeerAddress};
 use base::collections::HashMap;
@@ -29,8 +29,8 @@ pub(crate) struct SessionSlots {
     dpu_key: ProofKey,
     /// Number of the newest session of this generation.
     last: u32,
-    /// The sessions that operators have ended last. They cannot be resumed.
-    killed: BTreeSet<SessionId>,
+    /// The sessions that operators have ended last, in this order. They cannot be resumed.
+    killed: VecDeque<SessionId>,
     attachments: AttachmentNumber,
     shortages: Shortages,
 }
@@ -41,6 +41,15 @@ struct KnownSession {
     /// The newest attachment on each shard.
     attachments: BTreeMap<u16, AttachmentNumber>,
     about: AboutSession,
+}
+
+/// The client to which a session belongs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SessionOwner {
+    /// The key that the client has proved on the connection.
+    pub key: KeyHash,
+    /// Number of the user for whom the client acts, if another user has issued the capability.
+    pub for_user: Option<u32>,
 }
 
 /// What operators see of a session.
@@ -86,20 +95,19 @@ impl SessionSlots {
             generation,
             dpu_key,
             last: 0,
-            killed: BTreeSet::new(),
+            killed: VecDeque::new(),
             attachments: 0,
             shortages: Shortages::default(),
         }
     }
 
     /// Attaches a session to a connection of a shard: the session that the client presents, or a new
-    /// one. The client belongs to a tenant, has an address, and has proved the key `owner`. If all slots are taken,
-    /// another session may lose its slot by the rules of [`Budget`].
+    /// one. The client belongs to a tenant, and has an address. If all slots are taken, another session may lose its slot by the rules of [`Budget`].
     pub(crate) fn open(
         &mut self,
         presented: Option<SessionId>,
         shard: u16,
-        (peer, owner): ((u32, PeerAddress), &KeyHash),
+        (peer, owner): ((u32, PeerAddress), &SessionOwner),
     ) -> wire::Result<OpenedSession> {
         // The osd must refuse a session id that it never issued. Otherwise a placement group could
         // later mark the id as forgotten, together with all lower numbers. The answer does not tell
@@ -156,10 +164,10 @@ impl SessionSlots {
             return false;
         }
         self.places.remove(id);
-        self.killed.insert(id);
-        if self.killed.len() > KILLED_MAX {
-            self.killed.pop_first();
+        if self.killed.len() == KILLED_MAX {
+            self.killed.pop_front();
         }
+        self.killed.push_back(id);
         true
     }
 
@@ -172,7 +180,7 @@ impl SessionSlots {
     ///
     /// # Errors
     /// [`Error::Busy`] if all numbers of this generation are used up.
-    fn make(&mut self, owner: &KeyHash) -> wire::Result<SessionId> {
+    fn make(&mut self, owner: &SessionOwner) -> wire::Result<SessionId> {
         let used_up = || Error::Busy {
             what: "sessions since the start of the osd".into(),
             limit: u32::MAX.into(),
@@ -182,9 +190,8 @@ impl SessionSlots {
         Ok(session_id(&self.dpu_key, (self.generation, self.last), owner))
     }
 
-    /// Returns whether the osd has made the session for the client with the key `owner`, now or in an
-    /// earlier start.
-    fn is_made(&self, id: SessionId, owner: &KeyHash) -> bool {
+    /// Returns whether the osd has made the session for the client `owner`, now or in an earlier start.
+    fn is_made(&self, id: SessionId, owner: &SessionOwner) -> bool {
         let place = (id.generation(), id.number());
         place <= (self.generation, self.last) && id == session_id(&self.dpu_key, place, owner)
     }
@@ -226,12 +233,15 @@ impl SessionSlots {
     }
 }
 
-/// Returns the id of the session with this generation and number, which belongs to the client with the
-/// key `owner`. The lowest 48 bits of the id are a proof of the other bits and of the owner, so the osd
+/// Returns the id of the session with this generation and number, which belongs to the client `owner`.
+/// The lowest 48 bits of the id are a proof of the other bits and of the owner, so the osd
 /// recognises its sessions after a restart without storing them.
 #[must_use]
-pub fn session_id(dpu_key: &ProofKey, (generation, number): (u64, u32), owner: &KeyHash) -> SessionId {
-    let parts = [&generation.to_le_bytes()[..], &number.to_le_bytes(), owner.as_bytes()];
+pub fn session_id(dpu_key: &ProofKey, (generation, number): (u64, u32), owner: &SessionOwner) -> SessionId {
+    let (generation_bytes, number_bytes) = (generation.to_le_bytes(), number.to_le_bytes());
+    let for_user = owner.for_user.map(u32::to_le_bytes);
+    let mut parts = vec![&generation_bytes[..], &number_bytes, owner.key.as_bytes()];
+    parts.extend(for_user.as_ref().map(|user| &user[..]));
     let proof = dpu_key.prove("outboard session", &parts);
     let bits = u64::from_le_bytes(*proof.first_chunk().expect("a proof has 32 bytes"));
     SessionId::new(generation, number, bits)
@@ -241,7 +251,10 @@ pub fn session_id(dpu_key: &ProofKey, (generation, number): (u64, u32), owner: &
 mod tests {
     use super::*;
 
-    const OWNER: [u8; 32] = [1; 32];
+    /// The owner of most sessions, who acts for itself.
+    fn first() -> SessionOwner {
+        SessionOwner { key: [1; 32].into(), for_user: None }
+    }
 
     fn slots() -> SessionSlots {
         SessionSlots::new(3, SessionId::FIRST_GENERATION, ProofKey::default())
@@ -249,7 +262,7 @@ mod tests {
 
     #[tokio::test]
     async fn no_two_sessions_of_a_client_share_an_id_when_all_numbers_are_used_up() {
-        let owner = KeyHash::from(OWNER);
+        let owner = first();
         let mut sessions = slots();
         sessions.last = u32::MAX - 1;
         let newest = sessions.open(None, 0, (A, &owner)).unwrap().id;
@@ -259,7 +272,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_session_belongs_to_the_client_that_opened_it_and_to_the_node_that_made_it() {
-        let (owner, other) = (KeyHash::from(OWNER), KeyHash::from([2; 32]));
+        let (owner, other) = (first(), SessionOwner { key: [2; 32].into(), for_user: None });
         let mut sessions = slots();
         let opened = sessions.open(None, 0, (A, &owner)).unwrap().id;
         let refused = |result: wire::Result<OpenedSession>| match result {
@@ -290,12 +303,12 @@ mod tests {
         let mut sessions = slots();
         let mut crowd = Vec::new();
         for _ in 0..3 {
-            crowd.push(sessions.open(None, 0, (A, &OWNER.into())).unwrap());
+            crowd.push(sessions.open(None, 0, (A, &first())).unwrap());
             tokio::time::advance(Duration::from_secs(1)).await;
         }
-        assert!(matches!(sessions.open(None, 0, (A, &OWNER.into())), Err(Error::Busy { limit: 3, .. })));
+        assert!(matches!(sessions.open(None, 0, (A, &first())), Err(Error::Busy { limit: 3, .. })));
         sessions.heard(crowd[0].id);
-        let other = sessions.open(None, 0, (B, &OWNER.into())).unwrap();
+        let other = sessions.open(None, 0, (B, &first())).unwrap();
         assert_eq!(
             other.evicted,
             Some(crowd[1].id),
@@ -304,7 +317,7 @@ mod tests {
         // A disconnected session loses its slot first. The session that lost its slot earlier can
         // be opened again.
         assert!(sessions.left(crowd[0].id, 0, crowd[0].attachment));
-        let back = sessions.open(Some(crowd[1].id), 0, (A, &OWNER.into())).unwrap();
+        let back = sessions.open(Some(crowd[1].id), 0, (A, &first())).unwrap();
         assert_eq!((back.id, back.evicted), (crowd[1].id, Some(crowd[0].id)));
         assert_eq!(sessions.shortages(), Shortages { reclaimed: 1, refused: 1 });
     }
@@ -312,25 +325,25 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_tenant_with_too_many_sessions_loses_a_slot_to_another_tenant_at_the_same_address() {
         let mut sessions = slots();
-        let crowd: Vec<_> = (0..3).map(|_| sessions.open(None, 0, (A, &OWNER.into())).unwrap().id).collect();
-        assert!(matches!(sessions.open(None, 0, (A, &OWNER.into())), Err(Error::Busy { .. })));
-        let other = sessions.open(None, 0, (TENANT, &OWNER.into())).unwrap();
+        let crowd: Vec<_> = (0..3).map(|_| sessions.open(None, 0, (A, &first())).unwrap().id).collect();
+        assert!(matches!(sessions.open(None, 0, (A, &first())), Err(Error::Busy { .. })));
+        let other = sessions.open(None, 0, (TENANT, &first())).unwrap();
         assert!(crowd.contains(&other.evicted.unwrap()));
     }
 
     #[tokio::test]
     async fn a_session_leaves_when_its_newest_attachments_on_all_shards_have_ended() {
         let mut sessions = slots();
-        let first = sessions.open(None, 0, (A, &OWNER.into())).unwrap();
-        let second = sessions.open(Some(first.id), 1, (A, &OWNER.into())).unwrap();
-        let again = sessions.open(Some(first.id), 1, (A, &OWNER.into())).unwrap();
-        assert!(!sessions.left(first.id, 1, second.attachment), "a newer attachment took its place");
-        assert!(!sessions.left(first.id, 0, first.attachment), "shard 1 has an attachment");
-        assert!(sessions.left(first.id, 1, again.attachment));
-        assert!(!sessions.left(first.id, 1, again.attachment), "an attachment ends once");
+        let opened = sessions.open(None, 0, (A, &first())).unwrap();
+        let second = sessions.open(Some(opened.id), 1, (A, &first())).unwrap();
+        let again = sessions.open(Some(opened.id), 1, (A, &first())).unwrap();
+        assert!(!sessions.left(opened.id, 1, second.attachment), "a newer attachment took its place");
+        assert!(!sessions.left(opened.id, 0, opened.attachment), "shard 1 has an attachment");
+        assert!(sessions.left(opened.id, 1, again.attachment));
+        assert!(!sessions.left(opened.id, 1, again.attachment), "an attachment ends once");
         let newest = sessions.newest_attachment();
-        sessions.open(Some(first.id), 1, (A, &OWNER.into())).unwrap();
-        assert!(!sessions.close(first.id, newest), "the session was opened again");
-        assert!(sessions.close(first.id, sessions.newest_attachment()));
+        sessions.open(Some(opened.id), 1, (A, &first())).unwrap();
+        assert!(!sessions.close(opened.id, newest), "the session was opened again");
+        assert!(sessions.close(opened.id, sessions.newest_attachment()));
     }
 }

@@ -7,14 +7,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use array::{Array, CodingDispatcher, Group, GroupOptions, Member, Pace, StripesAt};
+use base::block::Payload;
 use base::pool::BufferPool;
 use capability::{CapabilityError, CapabilityKey};
 use futures::stream::{FuturesUnordered, StreamExt};
-use messenger::Admissions;
+use messenger::{Admissions, Message};
 use store::stripes::{EngineOptions, Engines, LocalStoreSet, StoreSet};
 use store::{AbsentStore, ObjectStore};
 use uuid::Uuid;
-use wire::{PathStatus, Redundancy, SessionId, placement};
+use wire::{PathStatus, Redundancy, Reply, SessionId, placement};
 
 use crate::age::Age;
 use crate::backing::Backing;
@@ -428,13 +429,21 @@ impl Shard {
         self.map.borrow().targets.iter().all(|record| is_there(record.uuid))
     }
 
-    /// Closes the connection of a session that has lost its slot.
+    /// Detaches a session that has lost its slot. Closes its connection, unless other sessions use it:
+    /// then tells the client on the strand of the session.
     pub(crate) fn evict(&self, session: SessionId) {
         let Some(attachment) = self.clients.end_session(session, AttachmentNumber::MAX) else { return };
         metrics::counter!("outboard_osd_sessions_reclaimed_total").increment(1);
-        if let Some(connection) = self.clients.connection(attachment.connection) {
-            spawn(async move { connection.close().await });
-        }
+        let Some((connection, is_shared)) = self.clients.connection(attachment.connection) else { return };
+        spawn(async move {
+            if !is_shared {
+                return connection.close().await;
+            }
+            let result = Err(wire::Error::NoSession("the session has lost its slot".into()));
+            let header = wire::encode_reply(&Reply { strand: attachment.strand, seq: 0, result });
+            // If the connection is lost, the client learns of it when it resumes the session.
+            drop(connection.send(Message { header, payload: Payload::default() }).await);
+        });
     }
 }
 

@@ -360,6 +360,8 @@ pub struct SimulationPlan {
     pub write_max: u64,
     /// Number of calls that each client makes at a time.
     pub lanes: u32,
+    /// Whether each of a client's calls at a time has a session of its own, on shared connections.
+    pub shares_connections: bool,
     /// Average pause of a client between two calls.
     pub think: Duration,
     /// Number of clients.
@@ -383,9 +385,10 @@ impl fmt::Display for SimulationPlan {
             write!(f, ", pool {} ({}, {} groups)", pool.name, pool.redundancy, pool.pg_count)?;
         }
         let road = if self.packets { "packets" } else { "streams" };
+        let sessions = if self.shares_connections { " in sessions on shared connections" } else { "" };
         writeln!(
             f,
-            "; {clients} clients with {lanes} calls at a time of up to {write_max} bytes, {} ms apart, over {road}",
+            "; {clients} clients with {lanes} calls at a time{sessions} of up to {write_max} bytes, {} ms apart, over {road}",
             think.as_millis()
         )?;
         for (number, fault) in self.faults.iter().enumerate() {
@@ -436,6 +439,8 @@ pub enum RandomStream {
     TooMany,
     /// The damage at the end of a log.
     LogEnd,
+    /// Whether sessions share connections.
+    Sharing,
     /// The order of listings.
     Listings,
     /// The plans with hot objects.
@@ -475,6 +480,7 @@ pub fn rng(seed: u64, stream: RandomStream) -> StdRng {
         RandomStream::Sharded => (20, 0),
         RandomStream::Shards(n) => (21, n),
         RandomStream::Guest => (22, 0),
+        RandomStream::Sharing => (23, 0),
     };
     let mut key = [0; 32];
     key[..8].copy_from_slice(&seed.to_le_bytes());
@@ -530,6 +536,7 @@ impl SimulationPlan {
             dma,
             write_max,
             lanes,
+            shares_connections: self::rng(seed, RandomStream::Sharing).random_bool(0.3),
             think,
             clients,
             workload,

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use base::task::spawn_local;
 use base::thread::ThreadClass;
-use client::engine::{ReadRequest, Sink};
+use client::engine::{ReadRequest, SharedConnections, Sink};
 use client::{Client, Options};
 use messenger::transport::sim::SimNetwork;
 use rand::rngs::StdRng;
@@ -353,26 +353,48 @@ impl Simulation {
 
     async fn connect(&self, host: &str) -> Client {
         let options = Options { request_timeout: REQUEST_TIMEOUT, ..Options::default() };
-        self.connect_with(host, options).await
+        self.connect_with(host, None, options).await
     }
 
-    async fn connect_with(&self, host: &str, options: Options) -> Client {
+    async fn connect_with(
+        &self,
+        host: &str,
+        connections: Option<&SharedConnections>,
+        options: Options,
+    ) -> Client {
         loop {
             // The simulation of other clients than the guest's ends only after they have connected.
-            if let Some(client) = self.connect_as(SimUser::Admin, host, options.clone()).await {
+            if let Some(client) = self.connect_as(SimUser::Admin, (host, connections), options.clone()).await
+            {
                 return client;
             }
         }
     }
 
-    /// Connects as a user. Returns `None` if the simulation is over.
-    async fn connect_as(&self, user: SimUser, host: &str, options: Options) -> Option<Client> {
+    /// Returns connections of the administrator from a host, for several sessions.
+    fn shared_connections(&self, host: &str) -> SharedConnections {
+        let trust = self.node.identities().of_client(SimUser::Admin);
+        SharedConnections::over(Arc::new(stack(&self.plan, &self.network, host, trust)))
+    }
+
+    /// Connects as a user, over connections of its own unless others are given. Returns `None` if the
+    /// simulation is over.
+    async fn connect_as(
+        &self,
+        user: SimUser,
+        (host, connections): (&str, Option<&SharedConnections>),
+        options: Options,
+    ) -> Option<Client> {
         let (control, clock) = (Some(self.node.control(user)), self.node.client_clock());
         let trust = self.node.identities().of_client(user);
         let options = Options { control, clock, trust: trust.clone(), ..options };
         let stack = Arc::new(stack(&self.plan, &self.network, host, trust));
         loop {
-            match Client::connect_over(Arc::clone(&stack) as _, ENDPOINT, options.clone()).await {
+            let connected = match connections {
+                Some(shared) => Client::connect_sharing(shared, ENDPOINT, options.clone()).await,
+                None => Client::connect_over(Arc::clone(&stack) as _, ENDPOINT, options.clone()).await,
+            };
+            match connected {
                 Ok(client) => return Some(client),
                 Err(e) => self.trace.event(format_args!("{host} cannot connect: {e}")),
             }
@@ -408,14 +430,22 @@ impl Simulation {
         let patience = if root.random_bool(0.7) { REQUEST_TIMEOUT } else { SHORT_TIMEOUT };
         let role = SimRole::start(async move {
             let options = Options { request_timeout: patience, ..Options::default() };
-            let client = this.connect_with(&client_host(number), options).await;
+            let host = client_host(number);
+            let connections = this.plan.shares_connections.then(|| this.shared_connections(&host));
+            let client = this.connect_with(&host, connections.as_ref(), options.clone()).await;
             let lanes: Vec<_> = (0..this.plan.lanes)
                 .map(|lane| {
                     let (this, client) = (Rc::clone(&this), client.clone());
+                    let own = connections.clone().map(|shared| (shared, host.clone(), options.clone()));
                     let workload = this.workload.client(id.0 * 100 + lane);
                     let rng = StdRng::from_rng(&mut root);
                     spawn_local(ThreadClass::Client, async move {
-                        this.lane(&client, (id, patience), workload, rng).await
+                        let Some((shared, host, options)) = own else {
+                            return this.lane(&client, (id, patience), workload, rng).await;
+                        };
+                        let client = this.connect_with(&host, Some(&shared), options).await;
+                        this.lane(&client, (id, patience), workload, rng).await;
+                        client.close().await;
                     })
                 })
                 .collect();

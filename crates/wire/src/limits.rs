@@ -38,6 +38,8 @@ pub const MAX_HEADER: usize = 256 << 10;
 /// its newest request. For each session and placement group, the osd keeps the results of at least
 /// this number of requests.
 pub const REQUEST_WINDOW: u64 = 1024;
+/// Maximum number of strands of a connection to one shard: sessions that share the connection.
+pub const MAX_STRANDS: usize = 1024;
 /// Maximum number of pools of a node.
 pub const MAX_POOLS: usize = 1024;
 /// Maximum length of the name of a tenant or user, in bytes.

@@ -6,8 +6,10 @@ use serde::{Deserialize, Serialize};
 use crate::{Manifest, Result, SessionId};
 
 /// Reply to one request.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Reply {
+    /// The request's strand.
+    pub strand: u32,
     /// The request's number.
     pub seq: u64,
     /// The request's outcome.

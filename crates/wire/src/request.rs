@@ -12,8 +12,11 @@ use crate::{BulkDescriptor, Error, ObjectName, PoolName, Result, SessionId, Uplo
 
 /// First part of every request. With the head alone, the osd can reply with an error if it cannot
 /// decode the rest of the request.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RequestHead {
+    /// The strand of the request: number of a session on its connection. The client chooses the number
+    /// when it opens the session on the connection. A connection with one session uses strand 0.
+    pub strand: u32,
     /// Request number within the session. Only a retry reuses a number.
     pub seq: u64,
     /// The client has the replies to all requests up to this number, or no longer needs them.
@@ -33,7 +36,8 @@ pub struct RequestHead {
     reason = "nearly all requests access objects, and a box would cost an allocation per request"
 )]
 pub enum RequestBody {
-    /// Opens or resumes a session. This is the first request of every connection.
+    /// Opens or resumes a session on a strand. This is the first request of every strand. If the strand has
+    /// another session, the new session replaces it.
     Open {
         /// Oldest protocol version that the client supports.
         oldest: u16,
@@ -45,7 +49,7 @@ pub enum RequestBody {
         /// [`Error::CapabilityRefused`] if it is not valid.
         capability: Bytes,
     },
-    /// Replaces the capability of the session on this connection. If the osd refuses the new one, the
+    /// Replaces the capability of the session on this strand. If the osd refuses the new one, the
     /// session keeps the old one.
     Renew {
         /// The new capability.
@@ -58,6 +62,9 @@ pub enum RequestBody {
     CloseSession,
     /// Reads or changes objects.
     Object(ObjectRequest),
+    /// Ends the strand, but not its session, which the client may resume on another strand or connection.
+    /// There is no reply.
+    Leave,
 }
 
 impl From<ObjectRequest> for RequestBody {

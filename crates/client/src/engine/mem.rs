@@ -345,7 +345,7 @@ impl Model {
         model::check_conditions(&name, object, &query.conditions)?;
         let object = object.ok_or_else(|| missing(&name))?;
         let answers = query.ops.iter().map(|op| model::answer(object, op)).collect::<Result<Vec<_>>>()?;
-        let reply = Reply { seq: 0, result: Ok(ObjectReply::Queried(answers.clone()).into()) };
+        let reply = Reply { strand: 0, seq: 0, result: Ok(ObjectReply::Queried(answers.clone()).into()) };
         check_header("size of the reply", wire::encode_reply(&reply).len())?;
         Ok(answers)
     }
@@ -434,7 +434,7 @@ impl Model {
 
 /// Checks the size of a request without its payload.
 fn check_size(request: ObjectRequest) -> Result<()> {
-    let head = RequestHead { seq: 0, acked_through: 0, retry: false, deadline_ms: 0 };
+    let head = RequestHead { strand: 0, seq: 0, acked_through: 0, retry: false, deadline_ms: 0 };
     check_header("request without its data", wire::encode_request(&head, &request.into()).len())
 }
 

@@ -35,7 +35,7 @@ pub use capability::{Capabilities, Capability};
 pub use faulty::{FaultCounts, FaultRates, FaultyEngine};
 pub use limits::EngineLimits;
 pub use mem::MemEngine;
-pub use native::NativeEngine;
+pub use native::{NativeEngine, SharedConnections};
 pub use request::{ChangeRequest, ReadReply, ReadRequest};
 pub use sink::{Sink, SinkMemory};
 pub(crate) use source::NO_DESCRIPTORS;

@@ -198,7 +198,13 @@ async fn requests_with_numbers_at_their_limits_do_not_harm_the_node() {
     let node = Node::start();
     let _object = node.object().await;
     let mut raw = Raw::connect(&node.endpoint, None).await;
-    let wild = RequestHead { seq: u64::MAX, acked_through: u64::MAX, retry: false, deadline_ms: u32::MAX };
+    let wild = RequestHead {
+        strand: 0,
+        seq: u64::MAX,
+        acked_through: u64::MAX,
+        retry: false,
+        deadline_ms: u32::MAX,
+    };
     raw.changed(wild, append("object", "x")).await.unwrap();
     let far = Read { offset: u64::MAX, len: u64::MAX, ..read(None) };
     assert!(matches!(

@@ -16,5 +16,6 @@ mod retry;
 mod rights;
 mod sessions;
 mod staging;
+mod strands;
 mod striping;
 mod tcp_only;

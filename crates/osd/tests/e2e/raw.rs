@@ -23,7 +23,7 @@ pub(crate) struct Raw {
 
 /// Returns the head of a request's first attempt.
 pub(crate) fn head(seq: u64) -> RequestHead {
-    RequestHead { seq, acked_through: 0, retry: false, deadline_ms: 10_000 }
+    RequestHead { strand: 0, seq, acked_through: 0, retry: false, deadline_ms: 10_000 }
 }
 
 pub(crate) fn name(object: &str) -> WireName {

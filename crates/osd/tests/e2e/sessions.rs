@@ -12,7 +12,7 @@ use bytes::{BufMut, Bytes, BytesMut};
 use client::{Client, Options};
 use identity::ProofKey;
 use messenger::{Connection, ConnectionEvent, Incoming, Listener, Message, UseAs};
-use osd::OsdConfig;
+use osd::{OsdConfig, SessionOwner};
 use store::simulation::{RecordedDrive, SimStore};
 use store::{CollectionId, ObjectId, Op, StoreCalls, StoreError, Transaction};
 use uuid::Uuid;
@@ -256,7 +256,7 @@ async fn thousands_of_sessions_expire_in_small_steps_while_requests_continue() {
     object.append("x").await.unwrap();
     node.osd.take().unwrap().stop();
     let made = |number| {
-        let owner = identity::Trust::default().key();
+        let owner = SessionOwner { key: identity::Trust::default().key(), for_user: None };
         osd::session_id(&ProofKey::default(), (SessionId::FIRST_GENERATION, number), &owner)
     };
     // Half of the sessions have ids of this version. The other half have ids of the previous
@@ -466,7 +466,7 @@ impl Script {
 
     async fn answer(&self, seq: u64, result: wire::Result<ReplyBody>) {
         let (connection, _) = self.connection.as_ref().unwrap();
-        let header = wire::encode_reply(&Reply { seq, result });
+        let header = wire::encode_reply(&Reply { strand: 0, seq, result });
         connection.send(Message { header, payload: Payload::default() }).await.unwrap();
     }
 

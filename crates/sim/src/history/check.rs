@@ -130,7 +130,7 @@ pub(super) fn static_error(change: &ChangeCall) -> Option<RefusalKind> {
     }
     let too_large = mutate.ops.iter().find_map(|op| model::check_payload(op, payload).err());
     if bytes_in(&mutate) > wire::limits::MAX_HEADER / 2 {
-        let head = RequestHead { seq: 0, acked_through: 0, retry: false, deadline_ms: 0 };
+        let head = RequestHead { strand: 0, seq: 0, acked_through: 0, retry: false, deadline_ms: 0 };
         let encoded = wire::encode_request(&head, &ObjectRequest::Mutate(mutate).into());
         if encoded.len() > wire::limits::MAX_HEADER {
             return Some(RefusalKind::Limit);

@@ -227,7 +227,7 @@ impl Simulation {
     async fn fill(&self, planned: &PlannedFault, number: usize) {
         let pool = PoolName::new(&self.plan.pools[number].name).expect("the name is valid");
         let options = Options { request_timeout: FILL_TIMEOUT, ..Options::default() };
-        let client = self.connect_with("filler", options).await;
+        let client = self.connect_with("filler", None, options).await;
         self.history.borrow_mut().fill_targets(self.now());
         let mut created = Vec::new();
         let until = Instant::now() + FILL_MAX;

@@ -36,7 +36,7 @@ impl Simulation {
             return;
         }
         let options = Options { request_timeout: SHORT_TIMEOUT, ..Options::default() };
-        let Some(guest) = self.connect_as(SimUser::Guest, "guest", options).await else { return };
+        let Some(guest) = self.connect_as(SimUser::Guest, ("guest", None), options).await else { return };
         let mut content = 0_u64;
         while !self.is_over.get() {
             let grant = AccessGrant { scope: scope.clone(), verbs: Verbs::of(Verb::Write) };

@@ -10,12 +10,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use base::thread::ThreadClass;
-use messenger::{Connection, ConnectionEvent, Incoming, MessengerError};
+use messenger::MessengerError;
 use tokio::sync::Notify;
 use tokio::time::Instant;
 
-use super::opening::{OpenedConnection, dial};
+use super::opening::{OpenedStrand, dial};
 use super::session::{Ending, NextSend, Shared, at_host};
+use super::strand::{Strand, StrandEvent, StrandIncoming};
 use crate::Error;
 use crate::error::refuses_client;
 
@@ -44,8 +45,8 @@ enum LinkLoss {
 
 /// A connection of a link, with its number.
 pub(super) struct LinkEnds {
-    pub(super) connection: Arc<dyn Connection>,
-    pub(super) incoming: Box<dyn Incoming>,
+    pub(super) strand: Strand,
+    pub(super) incoming: StrandIncoming,
     pub(super) number: u64,
 }
 
@@ -101,22 +102,22 @@ impl LinkTask {
 
     /// Sends requests and receives answers until the link loses the connection.
     async fn use_connection(&self, mut ends: LinkEnds) -> LinkLoss {
-        let LinkEnds { connection, incoming, number } = &mut ends;
+        let LinkEnds { strand, incoming, number } = &mut ends;
         // Answers are received while requests are sent. Otherwise client and node could wait for
         // each other (deadlock).
         tokio::select! {
             biased;
-            () = self.send_unsent(connection, *number) => LinkLoss::Detached,
-            () = self.receive(&mut **incoming, *number) => LinkLoss::Lost,
+            () = self.send_unsent(strand, *number) => LinkLoss::Detached,
+            () = self.receive(incoming, *number) => LinkLoss::Lost,
         }
     }
 
     /// Sends all requests that wait for the link, now and later. Returns when the session has
     /// removed the connection.
-    async fn send_unsent(&self, connection: &Arc<dyn Connection>, number: u64) {
+    async fn send_unsent(&self, strand: &Strand, number: u64) {
         loop {
-            match self.shared().next_unsent(self.shard, number, connection) {
-                NextSend::Message(seq, message) => match connection.send(message).await {
+            match self.shared().next_unsent(self.shard, number, strand) {
+                NextSend::Message(seq, message) => match strand.send(message).await {
                     Ok(()) => {}
                     Err(MessengerError::ConnectionLost(_)) => std::future::pending().await,
                     Err(e) => self.shared().fail_sending(seq, e.into()),
@@ -130,19 +131,18 @@ impl LinkTask {
     }
 
     /// Receives answers. Returns when the connection is lost.
-    async fn receive(&self, incoming: &mut dyn Incoming, number: u64) {
+    async fn receive(&self, incoming: &mut StrandIncoming, number: u64) {
         loop {
             match incoming.next().await {
                 // The answer says that the connection has no session if the node has attached the
                 // session to an earlier, abandoned connection. This happens if the node received
                 // the request to open the session on the abandoned connection last.
-                ConnectionEvent::Message(message) => {
-                    if !self.shared().take_answer(self.shard, number, message) {
+                StrandEvent::Reply(reply, payload) => {
+                    if !self.shared().take_answer(self.shard, number, reply, payload) {
                         return;
                     }
                 }
-                ConnectionEvent::Interrupted | ConnectionEvent::Resumed => {}
-                ConnectionEvent::Lost(e) => {
+                StrandEvent::Lost(e) => {
                     tracing::info!(shard = self.shard, error = %e, "connection lost");
                     return;
                 }
@@ -223,14 +223,14 @@ impl LinkTask {
     /// cannot use the connection.
     async fn connect(&self, endpoint: &str) -> Result<Option<LinkEnds>, Error> {
         let shared = self.shared();
-        let dialed = dial(shared.stack(), endpoint, shared.options()).await?;
+        let mut dialed = dial(shared.dialer(), endpoint, shared.options()).await?;
         let (_opening, session) = shared.session_to_present().await;
         let capability = shared.capabilities().current();
         match dialed.open(session, capability.clone()).await {
-            Ok(OpenedConnection { connection, incoming, opened }) => {
-                let number =
-                    shared.attach(&self.ending, self.shard, endpoint, session, &opened, &connection)?;
-                Ok(number.map(|number| LinkEnds { connection, incoming, number }))
+            Ok(opened) => {
+                let OpenedStrand { strand, incoming, opened } = dialed.with(opened);
+                let number = shared.attach(&self.ending, self.shard, endpoint, session, &opened, &strand)?;
+                Ok(number.map(|number| LinkEnds { strand, incoming, number }))
             }
             Err(Error::Node(wire::Error::CapabilityRefused { why, control }))
                 if !shared.capabilities().is_given() =>

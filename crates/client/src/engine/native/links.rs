@@ -4,12 +4,14 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use messenger::{Connection, Limits};
+use messenger::Limits;
 use tokio::sync::Notify;
+
+use super::strand::Strand;
 
 /// A connection of a shard link.
 struct ShardConnection {
-    connection: Arc<dyn Connection>,
+    strand: Strand,
     number: u64,
     /// Whether callers may send on the connection. They wait until the link's task has sent all
     /// requests that were waiting for the connection.
@@ -28,7 +30,7 @@ struct ShardLink {
 
 /// A connection on which a request can be sent.
 pub(crate) struct ReadyConnection {
-    pub(crate) connection: Arc<dyn Connection>,
+    pub(crate) strand: Strand,
     /// Number of the connection, unique among all connections of the session and at least 1.
     pub(crate) number: u64,
 }
@@ -60,14 +62,14 @@ impl Links {
 
     /// Gives a link its next connection. Returns the connection's number. Callers may use the
     /// connection once it is [ready](Links::set_ready).
-    pub(crate) fn attach(&mut self, shard: u16, connection: Arc<dyn Connection>) -> u64 {
+    pub(crate) fn attach(&mut self, shard: u16, strand: Strand) -> u64 {
         self.connections += 1;
-        self.limits = connection.limits();
+        self.limits = strand.limits();
         let link = self.link_mut(shard);
         assert!(link.connection.is_none(), "a link has one connection at a time");
         link.is_asked = false;
         let number = self.connections;
-        self.link_mut(shard).connection = Some(ShardConnection { connection, number, is_ready: false });
+        self.link_mut(shard).connection = Some(ShardConnection { strand, number, is_ready: false });
         number
     }
 
@@ -81,8 +83,8 @@ impl Links {
     }
 
     /// Removes a link's connection, and returns it.
-    pub(crate) fn take(&mut self, shard: u16) -> Option<Arc<dyn Connection>> {
-        self.link_mut(shard).connection.take().map(|attached| attached.connection)
+    pub(crate) fn take(&mut self, shard: u16) -> Option<Strand> {
+        self.link_mut(shard).connection.take().map(|attached| attached.strand)
     }
 
     /// Removes all connections, and asks the links to connect again.
@@ -110,7 +112,7 @@ impl Links {
     pub(crate) fn ready(&self, shard: Option<u16>) -> Option<ReadyConnection> {
         let ready = |link: &ShardLink| {
             let attached = link.connection.as_ref().filter(|attached| attached.is_ready)?;
-            Some(ReadyConnection { connection: Arc::clone(&attached.connection), number: attached.number })
+            Some(ReadyConnection { strand: attached.strand.clone(), number: attached.number })
         };
         match shard {
             Some(shard) => ready(self.link(shard)),
@@ -123,7 +125,7 @@ impl Links {
     /// may have one-sided transfers.
     pub(crate) fn limits(&self, shard: Option<u16>) -> Limits {
         let attached = shard.and_then(|shard| self.link(shard).connection.as_ref());
-        attached.map_or(self.limits, |attached| attached.connection.limits())
+        attached.map_or(self.limits, |attached| attached.strand.limits())
     }
 
     /// Wakes the task of the link to a shard; with `None`, the tasks of all links.
@@ -139,10 +141,10 @@ impl Links {
         Arc::clone(&self.link(shard).wake)
     }
 
-    /// Returns the connections of all links.
-    pub(crate) fn connections(&self) -> Vec<Arc<dyn Connection>> {
+    /// Returns the strands of all links.
+    pub(crate) fn strands(&self) -> Vec<Strand> {
         let attached = self.links.iter().filter_map(|link| link.connection.as_ref());
-        attached.map(|attached| Arc::clone(&attached.connection)).collect()
+        attached.map(|attached| attached.strand.clone()).collect()
     }
 
     /// Asks all links without connection to connect.

@@ -2,8 +2,9 @@
 //!
 //! `session` maintains the session across lost connections and restarts of the node. `table` is the
 //! session's table of unanswered requests, and `pending` its entries. `routes` decides to which
-//! shard of the node a request belongs. `links` has one connection per shard, each of which a
-//! `link_task` opens and serves; `opening` connects. `call` makes the attempts of one request.
+//! shard of the node a request belongs. `links` has one strand per shard, each of which a `link_task`
+//! opens and serves; `opening` connects. A `strand` is a connection, or a part of one of the
+//! `shared_connections`. `call` makes the attempts of one request.
 //! `chunks` provides the memory that a read offers to the node, and `offered` the data that a
 //! change offers. `administration` passes requests of operators to the control plane. `capabilities`
 //! has the session's capability. `read_sizes` estimates how much of its memory a read
@@ -21,13 +22,15 @@ mod pending;
 mod read_sizes;
 mod routes;
 mod session;
+mod shared_connections;
+mod strand;
 mod table;
 
 use std::sync::Arc;
 
 use base::BoxFuture;
 use control::ControlClient;
-use messenger::{NetworkStack, StackOptions, UseAs};
+use messenger::NetworkStack;
 use tokio::time::Instant;
 use wire::{
     AdminReply, AdminRequest, List, Listed, Mutated, ObjectReply, ObjectRequest, Query, QueryAnswer, Read,
@@ -43,8 +46,10 @@ use crate::{Error, Options, Result};
 use administration::ControlCall;
 use call::NativeCall;
 use chunks::BlockWindow;
+use opening::Dialer;
 use pending::{Answer, Bulk};
 use session::ClientSession;
+pub use shared_connections::SharedConnections;
 
 /// A session with an Outboard node.
 ///
@@ -71,10 +76,7 @@ impl NativeEngine {
     /// # Errors
     /// [`Error::Network`] if the node cannot be reached, [`Error::Node`] if it refuses this client.
     pub async fn connect(endpoint: &str, options: &Options) -> Result<NativeEngine> {
-        let mut network = StackOptions { source: options.source, ..StackOptions::default() };
-        network.connection.trust = options.trust.clone();
-        let stack = messenger::open(&options.stack, &network, UseAs::Client)?;
-        NativeEngine::connect_over(stack, endpoint, options).await
+        NativeEngine::connect_over(shared_connections::stack(options)?, endpoint, options).await
     }
 
     /// Connects over the given network stack. Must be called on a tokio runtime, which then runs
@@ -87,9 +89,27 @@ impl NativeEngine {
         endpoint: &str,
         options: &Options,
     ) -> Result<NativeEngine> {
+        NativeEngine::connect_by(Dialer::Own(stack), endpoint, options).await
+    }
+
+    /// Opens a session on connections that it shares with other sessions. Must be called on a tokio
+    /// runtime, which then runs the connections that are opened for this session. The options select no
+    /// network stack.
+    ///
+    /// # Errors
+    /// [`Error::Network`] if the node cannot be reached, [`Error::Node`] if it refuses this client.
+    pub async fn connect_sharing(
+        connections: &SharedConnections,
+        endpoint: &str,
+        options: &Options,
+    ) -> Result<NativeEngine> {
+        NativeEngine::connect_by(Dialer::Shared(connections.clone()), endpoint, options).await
+    }
+
+    async fn connect_by(dialer: Dialer, endpoint: &str, options: &Options) -> Result<NativeEngine> {
         let over_grpc = || ControlWay(Arc::new(ControlClient::new(options.trust.clone())));
         let control = options.control.clone().unwrap_or_else(over_grpc);
-        let session = ClientSession::open(stack, endpoint, options.clone(), control.clone()).await?;
+        let session = ClientSession::open(dialer, endpoint, options.clone(), control.clone()).await?;
         Ok(NativeEngine { session, control })
     }
 

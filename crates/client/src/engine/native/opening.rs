@@ -4,16 +4,26 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use messenger::{ConnectOptions, Connection, ConnectionEvent, Incoming, Message, NetworkStack};
+use messenger::{ConnectOptions, Message, NetworkStack};
 use wire::{ReplyBody, RequestBody, RequestHead, SessionId};
 
-use super::session::decode;
+use super::shared_connections::SharedConnections;
+use super::strand::{Strand, StrandEvent, StrandIncoming};
 use crate::{Error, Options, Result};
 
-/// A connection without session.
-pub(super) struct DialedConnection {
-    connection: Arc<dyn Connection>,
-    incoming: Box<dyn Incoming>,
+/// How a session reaches the shards.
+#[derive(Clone)]
+pub(crate) enum Dialer {
+    /// By connections of its own.
+    Own(Arc<dyn NetworkStack>),
+    /// By connections that it shares with other sessions.
+    Shared(SharedConnections),
+}
+
+/// A strand without session.
+pub(super) struct DialedStrand {
+    strand: Strand,
+    incoming: StrandIncoming,
     timeout: Duration,
 }
 
@@ -28,58 +38,59 @@ pub(super) struct ShardHello {
     pub(super) control: Option<String>,
 }
 
-/// A connection on which the session is open.
-pub(super) struct OpenedConnection {
-    pub(super) connection: Arc<dyn Connection>,
-    pub(super) incoming: Box<dyn Incoming>,
+/// A strand on which the session is open.
+pub(super) struct OpenedStrand {
+    pub(super) strand: Strand,
+    pub(super) incoming: StrandIncoming,
     pub(super) opened: ShardHello,
 }
 
-/// Connects to an endpoint.
-pub(super) async fn dial(
-    stack: &dyn NetworkStack,
-    endpoint: &str,
-    options: &Options,
-) -> Result<DialedConnection> {
+/// Connects to an endpoint, or takes a strand of a connection to it.
+pub(super) async fn dial(dialer: &Dialer, endpoint: &str, options: &Options) -> Result<DialedStrand> {
     let timeout = options.connect_timeout;
-    let (connection, incoming) = stack.connect(endpoint, ConnectOptions { timeout }).await?;
-    Ok(DialedConnection { connection, incoming, timeout })
+    let (strand, incoming) = match dialer {
+        Dialer::Own(stack) => {
+            let (connection, incoming) = stack.connect(endpoint, ConnectOptions { timeout }).await?;
+            Strand::own(connection, incoming)
+        }
+        Dialer::Shared(connections) => connections.strand(endpoint, timeout).await?,
+    };
+    Ok(DialedStrand { strand, incoming, timeout })
 }
 
-impl DialedConnection {
-    /// Resumes the session on the connection, with this capability; with `None`, opens a new session.
-    pub(super) async fn open(
-        mut self,
-        session: Option<SessionId>,
-        capability: Bytes,
-    ) -> Result<OpenedConnection> {
-        let opened = tokio::time::timeout(self.timeout, self.handshake(session, capability)).await;
-        let opened = opened.unwrap_or(Err(Error::TimedOut(self.timeout)))?;
-        Ok(OpenedConnection { connection: self.connection, incoming: self.incoming, opened })
+impl DialedStrand {
+    /// Resumes the session on the strand, with this capability; with `None`, opens a new session.
+    /// After the node has refused the capability, the session may be opened with another one.
+    pub(super) async fn open(&mut self, session: Option<SessionId>, capability: Bytes) -> Result<ShardHello> {
+        let timeout = self.timeout;
+        let opened = tokio::time::timeout(timeout, self.handshake(session, capability)).await;
+        opened.unwrap_or(Err(Error::TimedOut(timeout)))
+    }
+
+    /// Adds the session that is open on the strand.
+    pub(super) fn with(self, opened: ShardHello) -> OpenedStrand {
+        OpenedStrand { strand: self.strand, incoming: self.incoming, opened }
     }
 
     async fn handshake(&mut self, presented: Option<SessionId>, capability: Bytes) -> Result<ShardHello> {
-        let head = RequestHead { seq: 0, acked_through: 0, retry: false, deadline_ms: 0 };
-        let (oldest, newest) = (wire::VERSION_OLDEST, wire::VERSION);
+        let strand = self.strand.number();
+        let head = RequestHead { strand, seq: 0, acked_through: 0, retry: false, deadline_ms: 0 };
+        let oldest = if self.strand.is_shared() { wire::VERSION_STRANDS } else { wire::VERSION_OLDEST };
+        let newest = wire::VERSION;
         let body = RequestBody::Open { oldest, newest, session: presented, capability };
         let header = wire::encode_request(&head, &body);
-        self.connection.send(Message { header, payload: Default::default() }).await?;
-        loop {
-            match self.incoming.next().await {
-                ConnectionEvent::Message(message) => {
-                    return match decode(&message)?.result? {
-                        ReplyBody::Opened { session, shard, shards: ports, control, .. } => {
-                            if presented.is_some_and(|presented| presented != session) {
-                                return Err(Error::Protocol("the node has opened another session".into()));
-                            }
-                            Ok(ShardHello { session, shard, ports, control })
-                        }
-                        other => Err(Error::Protocol(format!("expected an open session, got {other:?}"))),
-                    };
+        self.strand.send(Message { header, payload: Default::default() }).await?;
+        match self.incoming.next().await {
+            StrandEvent::Reply(reply, _) => match reply.result? {
+                ReplyBody::Opened { session, shard, shards: ports, control, .. } => {
+                    if presented.is_some_and(|presented| presented != session) {
+                        return Err(Error::Protocol("the node has opened another session".into()));
+                    }
+                    Ok(ShardHello { session, shard, ports, control })
                 }
-                ConnectionEvent::Lost(e) => return Err(e.into()),
-                ConnectionEvent::Interrupted | ConnectionEvent::Resumed => {}
-            }
+                other => Err(Error::Protocol(format!("expected an open session, got {other:?}"))),
+            },
+            StrandEvent::Lost(e) => Err(e.into()),
         }
     }
 }

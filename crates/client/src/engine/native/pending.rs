@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use base::block::Payload;
 use bytes::Bytes;
-use messenger::{BulkRegion, Connection, Message};
+use messenger::{BulkRegion, Message};
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 use wire::{Data, ObjectReply, ObjectRequest, ReplyBody, RequestBody, RequestHead};
@@ -12,6 +12,7 @@ use wire::{Data, ObjectReply, ObjectRequest, ReplyBody, RequestBody, RequestHead
 use super::chunks::{BlockWindow, ChunkSink};
 use super::offered::OfferedSource;
 use super::routes::Routes;
+use super::strand::Strand;
 use crate::{Error, Result};
 
 /// Maximum number of shards that may refuse one attempt of a request. The first refusal teaches the
@@ -193,18 +194,20 @@ impl PendingRequest {
         }
     }
 
-    /// Encodes the request as a message for `connection`, the `number`th connection of the session.
+    /// Encodes the request as a message for `strand`, on the `number`th connection of the session.
     /// Offers the request's memory on this connection.
     pub(crate) fn message(
         &mut self,
         seq: u64,
         acked_through: u64,
-        connection: &Arc<dyn Connection>,
+        strand: &Strand,
         number: u64,
     ) -> Result<Message> {
         let left = self.deadline.saturating_duration_since(Instant::now());
         let deadline_ms = u32::try_from(left.as_millis()).unwrap_or(u32::MAX);
-        let head = RequestHead { seq, acked_through, retry: self.was_sent, deadline_ms };
+        let connection = strand.connection();
+        let head =
+            RequestHead { strand: strand.number(), seq, acked_through, retry: self.was_sent, deadline_ms };
         self.repeated = head.retry;
         self.region = None;
         let mut payload = Payload::default();

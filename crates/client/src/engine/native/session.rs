@@ -18,9 +18,10 @@ use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use base::block::Payload;
 use base::thread::ThreadClass;
 use base::watch;
-use messenger::{BulkRegion, Connection, Message, MessengerError, NetworkStack};
+use messenger::{BulkRegion, Message, MessengerError};
 use tokio::sync::{Notify, oneshot};
 use tokio::time::Instant;
 use wire::{ObjectName, PartId, Reply, RequestBody, RequestHead, SessionId, UploadId};
@@ -28,10 +29,11 @@ use wire::{ObjectName, PartId, Reply, RequestBody, RequestHead, SessionId, Uploa
 use super::capabilities::{CapabilityHolder, RETRY_PAUSE};
 use super::link_task::{LinkEnds, LinkTask, RECONNECT_PAUSE, RECONNECT_PAUSE_MAX};
 use super::links::{Links, ReadyConnection};
-use super::opening::{OpenedConnection, ShardHello, dial};
+use super::opening::{Dialer, OpenedStrand, ShardHello, dial};
 use super::pending::{Answered, PendingRequest};
 use super::read_sizes::ReadSizes;
 use super::routes::Routes;
+use super::strand::Strand;
 use super::table::RequestTable;
 use crate::options::ControlWay;
 use crate::{Error, Options, Result};
@@ -46,7 +48,7 @@ const CLOSE_TIME: Duration = Duration::from_secs(2);
 
 /// State that callers and the links' tasks share.
 pub(crate) struct Shared {
-    stack: Arc<dyn NetworkStack>,
+    dialer: Dialer,
     options: Options,
     capabilities: CapabilityHolder,
     /// Notified when a request leaves the table of unanswered requests.
@@ -126,14 +128,14 @@ pub(super) enum NextSend {
 impl ClientSession {
     /// Connects and opens a session. The links to further shards connect in the background.
     pub(crate) async fn open(
-        stack: Arc<dyn NetworkStack>,
+        dialer: Dialer,
         endpoint: &str,
         options: Options,
         plane: ControlWay,
     ) -> Result<ClientSession> {
         let capabilities = CapabilityHolder::new(&options, plane);
-        let OpenedConnection { connection, incoming, opened } =
-            connect_while_busy(&*stack, endpoint, &options, &capabilities).await?;
+        let OpenedStrand { strand, incoming, opened } =
+            connect_while_busy(&dialer, endpoint, &options, &capabilities).await?;
         let routes = Routes::new(endpoint, opened.shard, opened.ports)?;
         let mut state = State {
             session: Some(opened.session),
@@ -141,17 +143,17 @@ impl ClientSession {
             table: RequestTable::new(),
             routes,
             control: opened.control.map(|control| at_host(&control, endpoint)),
-            links: Links::new(connection.limits()),
+            links: Links::new(strand.limits()),
             sizes: ReadSizes::default(),
             closed: false,
             tells_end: false,
         };
         let shards = state.links.add_missing(state.routes.shards());
-        let number = state.links.attach(opened.shard, Arc::clone(&connection));
+        let number = state.links.attach(opened.shard, strand.clone());
         let signals: Vec<(u16, Arc<Notify>)> =
             shards.map(|shard| (shard, state.links.signal(shard))).collect();
         let shared = Arc::new(Shared {
-            stack,
+            dialer,
             options,
             capabilities,
             room: Notify::new(),
@@ -161,7 +163,7 @@ impl ClientSession {
         });
         let ending = Arc::new(Ending(Arc::clone(&shared)));
         base::task::spawn(ThreadClass::Client, Arc::clone(&shared).keep_capability());
-        let mut first = Some(LinkEnds { connection, incoming, number });
+        let mut first = Some(LinkEnds { strand, incoming, number });
         for (shard, signal) in signals {
             let ends = if shard == opened.shard { first.take() } else { None };
             LinkTask::start(&ending, shard, signal, ends);
@@ -239,8 +241,8 @@ pub(crate) struct TransferChoice {
 }
 
 impl Shared {
-    pub(super) fn stack(&self) -> &dyn NetworkStack {
-        &*self.stack
+    pub(super) fn dialer(&self) -> &Dialer {
+        &self.dialer
     }
 
     pub(super) fn options(&self) -> &Options {
@@ -280,13 +282,14 @@ impl Shared {
     /// Presents the capability on the connections of the links. The answers have the number 0, which no
     /// request has.
     async fn present_capability(&self) {
-        let head = RequestHead { seq: 0, acked_through: 0, retry: false, deadline_ms: 0 };
         let renew = RequestBody::Renew { capability: self.capabilities.current() };
-        let header = wire::encode_request(&head, &renew);
-        let connections = self.lock().links.connections();
-        for connection in connections {
+        let strands = self.lock().links.strands();
+        for strand in strands {
+            let number = strand.number();
+            let head = RequestHead { strand: number, seq: 0, acked_through: 0, retry: false, deadline_ms: 0 };
+            let header = wire::encode_request(&head, &renew);
             // If the connection is lost, the link presents the capability on the next one.
-            drop(connection.send(Message { header: header.clone(), payload: Default::default() }).await);
+            drop(strand.send(Message { header, payload: Default::default() }).await);
         }
     }
 
@@ -321,22 +324,23 @@ impl Shared {
     /// Closes the connection of a link. The first link that ends first tells the node that the session
     /// has ended and that none of its requests will be repeated.
     pub(super) async fn end_link(&self, shard: u16) {
-        let (connection, seq, is_first) = {
+        let (strand, seq, is_first) = {
             let mut state = self.lock();
-            let Some(connection) = state.links.take(shard) else { return };
+            let Some(strand) = state.links.take(shard) else { return };
             let is_first = !std::mem::replace(&mut state.tells_end, true);
-            (connection, state.table.next_seq(), is_first)
+            (strand, state.table.next_seq(), is_first)
         };
-        let head = RequestHead { seq, acked_through: seq - 1, retry: false, deadline_ms: 0 };
+        let number = strand.number();
+        let head = RequestHead { strand: number, seq, acked_through: seq - 1, retry: false, deadline_ms: 0 };
         let header = wire::encode_request(&head, &RequestBody::CloseSession);
         let ended = async {
             if is_first {
                 let message = Message { header, payload: Default::default() };
-                if let Err(e) = connection.send(message).await {
+                if let Err(e) = strand.send(message).await {
                     tracing::debug!(error = %e, "could not tell the node that the session has ended");
                 }
             }
-            connection.close().await;
+            strand.close(is_first).await;
         };
         if tokio::time::timeout(CLOSE_TIME, ended).await.is_err() {
             tracing::debug!(shard, "could not end the session in time");
@@ -363,22 +367,22 @@ impl Shared {
     /// Attempts a request that is in the table. Without a connection to the request's shard, the
     /// link's task sends the request later.
     pub(crate) async fn send(&self, seq: u64, done: oneshot::Sender<Answered>) -> Result<()> {
-        let (connection, message, repeats_change) = {
+        let (strand, message, repeats_change) = {
             let mut guard = self.lock();
             let state = &mut *guard;
             let Some(pending) = state.table.get_mut(seq) else { return Err(Error::Closed) };
             pending.begin(done, &state.routes)?;
             let shard = pending.shard();
-            let Some(ReadyConnection { connection, number }) = state.links.ready(shard) else {
+            let Some(ReadyConnection { strand, number }) = state.links.ready(shard) else {
                 state.links.wake(shard);
                 return Ok(());
             };
-            let message = state.table.message(seq, &connection, number);
+            let message = state.table.message(seq, &strand, number);
             let repeats_change = state.table.get_mut(seq).is_some_and(|pending| pending.repeats_change());
-            (connection, message, repeats_change)
+            (strand, message, repeats_change)
         };
         let sent = match message {
-            Ok(message) => connection.send(message).await.map_err(Error::from),
+            Ok(message) => strand.send(message).await.map_err(Error::from),
             Err(e) => Err(e),
         };
         let failed = match sent {
@@ -402,7 +406,7 @@ impl Shared {
 
     /// Returns the next message of the requests that wait for a link's connection. If no request
     /// waits, lets callers use the connection.
-    pub(super) fn next_unsent(&self, shard: u16, number: u64, connection: &Arc<dyn Connection>) -> NextSend {
+    pub(super) fn next_unsent(&self, shard: u16, number: u64, strand: &Strand) -> NextSend {
         let mut state = self.lock();
         if !state.links.is_attached(shard, number) {
             return NextSend::Detached;
@@ -412,7 +416,7 @@ impl Shared {
                 state.links.set_ready(shard);
                 return NextSend::Nothing;
             };
-            match state.table.message(seq, connection, number) {
+            match state.table.message(seq, strand, number) {
                 Ok(message) => return NextSend::Message(seq, message),
                 Err(Error::Network(MessengerError::ConnectionLost(_))) => return NextSend::Lost,
                 Err(e) => {
@@ -432,25 +436,21 @@ impl Shared {
     /// Passes an answer of a shard to the caller that waits for it, or passes a request that
     /// belongs to another shard to the other shard's link. Returns `false` if the answer says that
     /// the connection has no session, or no valid capability.
-    pub(super) fn take_answer(&self, shard: u16, number: u64, message: Message) -> bool {
-        let reply = match decode(&message) {
-            Ok(reply) => reply,
-            Err(e) => {
-                tracing::warn!(error = %e, "dropped an answer that cannot be decoded");
+    pub(super) fn take_answer(&self, shard: u16, number: u64, reply: Reply, payload: Payload) -> bool {
+        let mut state = self.lock();
+        if matches!(reply.result, Err(wire::Error::NoSession(_) | wire::Error::CapabilityRefused { .. })) {
+            if reply.seq == 0 && state.table.is_in_flight_on(number) {
+                // The session has lost its slot. The answers to the requests in flight tell which of them
+                // the node has executed.
                 return true;
             }
-        };
-        if matches!(reply.result, Err(wire::Error::NoSession(_))) {
-            return false;
-        }
-        let mut state = self.lock();
-        if matches!(reply.result, Err(wire::Error::CapabilityRefused { .. })) {
+            // The node has not executed this attempt.
             let State { table, routes, .. } = &mut *state;
             let refused = table.get_mut(reply.seq).filter(|pending| pending.is_in_flight_on(number));
             let region = refused.and_then(|pending| pending.withdraw(routes));
             drop(state);
             region.into_iter().for_each(BulkRegion::finish);
-            // The link opens the session again, with a new capability.
+            // The link opens the session again, if necessary with a new capability.
             return false;
         }
         if let Err(wire::Error::WrongShard { groups, shards }) = reply.result {
@@ -476,7 +476,7 @@ impl Shared {
                 if let Some((pool, size)) = pending.size_read(&body) {
                     sizes.learn(pool, size);
                 }
-                pending.collect(body, message.payload)
+                pending.collect(body, payload)
             }
             Err(e) => Err(pending.refused(e)),
         };
@@ -511,7 +511,7 @@ impl Shared {
         endpoint: &str,
         presented: Option<SessionId>,
         opened: &ShardHello,
-        connection: &Arc<dyn Connection>,
+        strand: &Strand,
     ) -> Result<Option<u64>> {
         let mut state = self.lock();
         if presented.is_none() {
@@ -534,7 +534,7 @@ impl Shared {
             tracing::debug!(endpoint, shard, found = opened.shard, "another shard has answered");
             return Ok(None);
         }
-        Ok(Some(state.links.attach(shard, Arc::clone(connection))))
+        Ok(Some(state.links.attach(shard, strand.clone())))
     }
 
     /// Returns the endpoint of a shard; `None` if the osd does not have the shard.
@@ -607,17 +607,22 @@ impl Shared {
 /// Opens the first connection. While the node has too many sessions, tries again until the connect
 /// timeout.
 async fn connect_while_busy(
-    stack: &dyn NetworkStack,
+    dialer: &Dialer,
     endpoint: &str,
     options: &Options,
     capabilities: &CapabilityHolder,
-) -> Result<OpenedConnection> {
+) -> Result<OpenedStrand> {
     let deadline = Instant::now() + options.connect_timeout;
     let mut pause = RECONNECT_PAUSE;
     let mut refusals = 0;
+    let mut strand = None;
     loop {
         let capability = capabilities.current();
-        match dial(stack, endpoint, options).await?.open(None, capability.clone()).await {
+        let mut dialed = match strand.take() {
+            Some(refused) => refused,
+            None => dial(dialer, endpoint, options).await?,
+        };
+        match dialed.open(None, capability.clone()).await {
             Err(Error::Node(wire::Error::CapabilityRefused { control, .. }))
                 if refusals < REFUSALS_MAX && !capabilities.is_given() =>
             {
@@ -629,6 +634,7 @@ async fn connect_while_busy(
                     replaced => {
                         replaced?;
                         refusals += 1;
+                        strand = Some(dialed);
                         continue;
                     }
                 }
@@ -636,7 +642,7 @@ async fn connect_while_busy(
             Err(Error::Node(e)) if is_passing(&e) && Instant::now() + pause < deadline => {
                 tracing::debug!(endpoint, error = %e, "the node does not accept the session yet; trying again");
             }
-            outcome => return outcome,
+            outcome => return outcome.map(|opened| dialed.with(opened)),
         }
         tokio::time::sleep(pause).await;
         pause = (pause * 2).min(RECONNECT_PAUSE_MAX);
@@ -689,8 +695,4 @@ impl State {
             }
         }
     }
-}
-
-pub(super) fn decode(message: &Message) -> Result<Reply> {
-    wire::decode_reply(&message.header).map_err(|e| Error::Protocol(e.to_string()))
 }

@@ -1,13 +1,13 @@
 //! [`RequestTable`]: the unanswered requests of the session, by their numbers.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
 
-use messenger::{Connection, Message, MessengerError};
+use messenger::{Message, MessengerError};
 use wire::limits::REQUEST_WINDOW;
 
 use super::pending::PendingRequest;
 use super::routes::Routes;
+use super::strand::Strand;
 use crate::{Error, Result};
 
 /// The unanswered requests of the session, by their numbers. The numbers of all requests in the
@@ -64,6 +64,11 @@ impl RequestTable {
         self.pending.values().any(|pending| pending.may_need(shard))
     }
 
+    /// Returns whether requests are in flight on a connection.
+    pub(crate) fn is_in_flight_on(&self, number: u64) -> bool {
+        self.pending.values().any(|pending| pending.is_in_flight_on(number))
+    }
+
     /// Marks the requests that are in flight on a connection as not sent.
     pub(crate) fn requeue_from(&mut self, number: u64, routes: &Routes) {
         let in_flight = self.pending.values_mut().filter(|pending| pending.is_in_flight_on(number));
@@ -99,15 +104,10 @@ impl RequestTable {
 
     /// Encodes a request as a message for a connection. If a change was sent before and cannot be
     /// sent again, the error says that the outcome is unknown.
-    pub(crate) fn message(
-        &mut self,
-        seq: u64,
-        connection: &Arc<dyn Connection>,
-        number: u64,
-    ) -> Result<Message> {
+    pub(crate) fn message(&mut self, seq: u64, strand: &Strand, number: u64) -> Result<Message> {
         let acked_through = self.oldest() - 1;
         let Some(pending) = self.pending.get_mut(&seq) else { return Err(Error::Closed) };
-        pending.message(seq, acked_through, connection, number).map_err(|e| match e {
+        pending.message(seq, acked_through, strand, number).map_err(|e| match e {
             Error::Network(MessengerError::ConnectionLost(_)) => e,
             e if pending.is_bound_to_session() => e.of_unknown_outcome(),
             e => e,
@@ -122,12 +122,15 @@ impl RequestTable {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
     use std::time::Duration;
 
     use base::BoxFuture;
     use base::block::Payload;
     use base::mem::ArenaBuf;
-    use messenger::{BulkRegion, BulkSink, BulkSource, Limits, PeerInfo, Pulled};
+    use messenger::{
+        BulkRegion, BulkSink, BulkSource, Connection, ConnectionEvent, Incoming, Limits, PeerInfo, Pulled,
+    };
     use tokio::time::Instant;
     use wire::{BulkDescriptor, Data, ObjectRequest, RequestBody};
 
@@ -177,6 +180,15 @@ mod tests {
         }
     }
 
+    /// The receiving half of a connection on which nothing arrives.
+    struct Silent;
+
+    impl Incoming for Silent {
+        fn next(&mut self) -> BoxFuture<'_, ConnectionEvent> {
+            unreachable!("not asked for")
+        }
+    }
+
     #[test]
     fn a_change_has_an_unknown_outcome_if_it_was_sent_and_cannot_be_resent() {
         let body = RequestBody::Object(ObjectRequest::Mutate(wire::Mutate {
@@ -190,7 +202,7 @@ mod tests {
             ops: vec![],
             data: Data::None,
         }));
-        let refusing: Arc<dyn Connection> = Arc::new(Refusing);
+        let (refusing, _incoming) = Strand::own(Arc::new(Refusing), Box::new(Silent));
         for (was_sent, unknown) in [(false, false), (true, true)] {
             let mut pending = PendingRequest::new(
                 body.clone(),
