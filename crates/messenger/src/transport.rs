@@ -165,7 +165,9 @@ impl ConnectTicket {
 pub struct AcceptedTicket {
     /// Number of the connection.
     pub connection: u128,
-    /// Name of the connection's tenant.
+    /// Number of the connection's tenant.
+    pub tenant_id: u32,
+    /// Name of the connection's tenant, for display.
     pub tenant: String,
     /// The nonce of the ticket.
     pub nonce: [u8; 16],

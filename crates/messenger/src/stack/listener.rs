@@ -100,8 +100,8 @@ struct ConnectionTable {
 
 struct RegistryEntry {
     proof_key: ProofKey,
-    /// Name of the tenant to which the connection belongs.
-    tenant: String,
+    /// Number and name of the tenant to which the connection belongs.
+    tenant: (u32, String),
     /// Number of the newest ticket that was accepted; 0 if none was.
     last_ticket: u32,
     resume: mpsc::Sender<Box<Resumption>>,
@@ -137,7 +137,8 @@ impl TicketOffice for ConnectionRegistry {
             return None;
         }
         entry.last_ticket = ticket.number;
-        Some(AcceptedTicket { connection, tenant: entry.tenant.clone(), nonce: ticket.nonce })
+        let (tenant_id, tenant) = entry.tenant.clone();
+        Some(AcceptedTicket { connection, tenant_id, tenant, nonce: ticket.nonce })
     }
 }
 
@@ -181,8 +182,8 @@ impl ConnectionRegistry {
     ) -> Option<(mpsc::Receiver<Box<Resumption>>, RegistryPlace)> {
         let (resume, resumptions) = mpsc::channel(1);
         let (connection, user) = (shared.connection_id(), shared.peer().user.as_ref());
-        let (tenant_id, tenant) = user.map(|user| (user.tenant_id, user.tenant.clone())).unwrap_or_default();
-        let peer = (tenant_id, shared.peer().peer);
+        let tenant = user.map(|user| (user.tenant_id, user.tenant.clone())).unwrap_or_default();
+        let peer = (tenant.0, shared.peer().peer);
         let mut connections = self.lock();
         let Ok(victim) = connections.places.admit(connection, peer, Instant::now()) else {
             drop(connections);

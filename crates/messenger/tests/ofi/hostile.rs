@@ -3,7 +3,6 @@
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use base::block::Payload;
@@ -13,7 +12,7 @@ use fabric::{
     Fabric, FabricError, FabricEvent, Info, Library, MemoryRegion, Operation, PostError, ProviderQuery,
     RemoteRegion,
 };
-use identity::{Identity, KeyHash, ProofKey, Trust, UserDirectory, UserName};
+use identity::ProofKey;
 use outboard_messenger::conformance::{Buffer, Rig, pool};
 use outboard_messenger::frame::{self, Body, Frame, FrameHeader, FrameKind, HEADER_LEN, Resume};
 use outboard_messenger::transport::ConnectTicket;
@@ -23,6 +22,7 @@ use outboard_messenger::{
 use wire::{BulkDescriptor, BulkDirection, BulkOwner, BulkSegment, MemoryKind, RemoteMemory};
 
 use super::begin::{Beginning, hello, proof};
+use super::users::Users;
 
 const PATIENCE: Duration = Duration::from_secs(40);
 const PACKET: usize = 16 << 10;
@@ -250,36 +250,6 @@ struct Victim {
     client: Ends,
     server: Ends,
     _rigs: [Rig; 2],
-}
-
-/// The identity of a user. Each user belongs to a tenant of its own.
-fn user(name: &str) -> Identity {
-    Identity::from_seed([name.as_bytes()[0]; 32])
-}
-
-/// The node that is attacked, its users, and the trust of each user.
-struct Users;
-
-impl Users {
-    fn node() -> Trust {
-        Trust::server(&user("node"), Arc::new(Users))
-    }
-
-    fn trust(name: &str) -> Trust {
-        Trust::client(&user(name), user("node").key())
-    }
-}
-
-impl UserDirectory for Users {
-    fn find(&self, key: &KeyHash) -> Option<UserName> {
-        let found = ["attacker", "bystander"].into_iter().find(|name| user(name).key() == *key);
-        found.map(|name| UserName {
-            id: 1,
-            tenant_id: name.len() as u32,
-            tenant: name.to_owned(),
-            user: "user".into(),
-        })
-    }
 }
 
 impl Victim {

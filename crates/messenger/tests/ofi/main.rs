@@ -7,9 +7,11 @@
 mod begin;
 mod hostile;
 mod killed;
+mod limits;
 mod paths;
 #[path = "../support/pumped.rs"]
 mod pumped;
+mod users;
 
 use std::sync::Arc;
 use std::time::Duration;

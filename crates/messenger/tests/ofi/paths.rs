@@ -14,7 +14,7 @@ use outboard_messenger::{
 };
 
 const COOL_DOWN: Duration = Duration::from_millis(400);
-const PATIENCE: Duration = Duration::from_secs(60);
+pub(super) const PATIENCE: Duration = Duration::from_secs(60);
 
 struct Network {
     stack: Arc<StreamStack<Tcp>>,
@@ -59,7 +59,7 @@ impl Network {
 
 /// Waits until the connection uses a link if `one_sided` is true, and otherwise until it uses no
 /// link.
-async fn until(connection: &Arc<dyn Connection>, one_sided: bool) {
+pub(super) async fn until(connection: &Arc<dyn Connection>, one_sided: bool) {
     let reached = async {
         while connection.limits().one_sided != one_sided {
             tokio::time::sleep(Duration::from_millis(5)).await;
@@ -70,7 +70,7 @@ async fn until(connection: &Arc<dyn Connection>, one_sided: bool) {
         .unwrap_or_else(|_| panic!("`one_sided` never became {one_sided}"));
 }
 
-async fn message(incoming: &mut dyn Incoming) -> Message {
+pub(super) async fn message(incoming: &mut dyn Incoming) -> Message {
     loop {
         match tokio::time::timeout(PATIENCE, incoming.next()).await.expect("a message") {
             ConnectionEvent::Message(message) => return message,
@@ -81,7 +81,7 @@ async fn message(incoming: &mut dyn Incoming) -> Message {
 }
 
 /// Checks that a message to the server and a pull from the client succeed.
-async fn is_well(client: &mut Ends, server: &mut Ends) {
+pub(super) async fn is_well(client: &mut Ends, server: &mut Ends) {
     let data = vec![5; 600_000];
     let source = client.0.offer_source(conformance::Buffer::in_memory(0, &data)).expect("offered");
     client.0.send(Message { header: "hello".into(), ..Message::default() }).await.expect("sent");

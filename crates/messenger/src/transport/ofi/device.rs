@@ -18,6 +18,8 @@ use super::descriptor::{Descriptor, is_readable};
 use super::endpoint::{OfiEndpoint, Watcher};
 use super::endpoint_of;
 use super::port::Port;
+use super::tenants::DomainOwner;
+use crate::transport::packets::packet::FIRST_GRANT;
 use crate::transport::packets::{Link, LinkEndpoint};
 use crate::transport::{AcceptedTicket, ConnectTicket, Road, TicketOffice, Wire};
 
@@ -27,9 +29,6 @@ const SETTLING_MAX: usize = 256;
 
 /// Time after which a link that is still being accepted is dropped.
 const SETTLING_TIME: Duration = Duration::from_secs(10);
-
-/// Name of the protection domains from which this side dials.
-const OWN_TENANT: &str = "";
 
 /// Number of connection events after which the task yields to other tasks.
 const EVENTS: usize = 32;
@@ -47,8 +46,8 @@ pub(super) struct Device {
 }
 
 struct State {
-    /// The ports by tenant and network device. A tenant with many connections has several ports.
-    ports: HashMap<(String, String), Vec<Weak<Port<Link>>>>,
+    /// The ports by owner and network device. A tenant with many connections has several ports.
+    ports: HashMap<(DomainOwner, String), Vec<Weak<Port<Link>>>>,
     /// Links that are not connected yet.
     settling: HashMap<u64, Settling>,
     /// Slots of the links in `settling` that this side accepts.
@@ -157,17 +156,25 @@ impl Device {
         self.lock().links.values().filter_map(Weak::upgrade).collect()
     }
 
-    /// Finds a port of the tenant on the network device that `info` names. Opens a new port if no
+    /// Finds a port of `owner` on the network device that `info` names. Opens a new port if no
     /// existing port has room for another link.
-    fn port(&self, tenant: &str, info: &Info) -> io::Result<Arc<Port<Link>>> {
-        let key = (tenant.to_owned(), info.domain_name());
+    ///
+    /// # Errors
+    /// If the owner is a tenant that holds as many domains or receive buffers as it may, or if the
+    /// network device refuses.
+    fn port(&self, owner: DomainOwner, info: &Info) -> io::Result<Arc<Port<Link>>> {
+        let key = (owner, info.domain_name());
         let known: Vec<Arc<Port<Link>>> =
             self.lock().ports.get(&key).into_iter().flatten().filter_map(Weak::upgrade).collect();
         if let Some(port) = known.into_iter().find(|port| port.has_room()) {
             return Ok(port);
         }
+        let tenant = self.common.tenants.of(owner);
+        tenant.admit_receives(FIRST_GRANT as usize).map_err(io::Error::other)?;
+        let slot = tenant.take_domain().map_err(io::Error::other)?;
         let info = info.duplicate().map_err(io::Error::other)?;
-        let port = Port::open(&self.fabric, info, Arc::clone(&self.common)).map_err(io::Error::other)?;
+        let port =
+            Port::open(&self.fabric, info, Arc::clone(&self.common), slot).map_err(io::Error::other)?;
         port.start()?;
         let mut state = self.lock();
         state.ports.retain(|_, ports| {
@@ -186,7 +193,7 @@ impl Device {
 
     /// Connects to the address for which `info` was queried.
     pub(super) async fn dial(self: &Arc<Self>, info: &Info, ticket: &ConnectTicket) -> io::Result<Arc<Link>> {
-        let port = self.port(OWN_TENANT, info)?;
+        let port = self.port(DomainOwner::Own, info)?;
         let id = self.next_id();
         let endpoint = Endpoint::connecting(info, port.queues(&self.events), id);
         let endpoint = endpoint.inspect_err(|_| port.is_less_used()).map_err(io::Error::other)?;
@@ -247,7 +254,7 @@ impl Device {
         let accepted = tickets.redeem(&ticket);
         let accepted = accepted.ok_or_else(|| io::Error::other("the ticket is not valid"))?;
         let peer = request.info().peer_address().map_or(PeerAddress::Local, |address| address.ip().into());
-        let port = self.port(&accepted.tenant, request.info())?;
+        let port = self.port(DomainOwner::Tenant(accepted.tenant_id), request.info())?;
         let id = self.next_id();
         let endpoint = Endpoint::answer(request, port.queues(&self.events), id);
         let endpoint = endpoint.inspect_err(|_| port.is_less_used()).map_err(io::Error::other)?;

@@ -8,7 +8,7 @@ use base::mem::{Arena, ArenaBuf};
 use bytes::Bytes;
 use fabric::{Access, Endpoint, ExposedMemory, GatherBytes, MemoryRegion, PeerBuffer, PostError};
 
-use super::port::Port;
+use super::port::{Port, PostedBuffer};
 use crate::transport::packets::{Buffers, LandingBuffer, Landings, Link, Registration};
 use crate::transport::packets::{NotRegistered, RemoteRange};
 
@@ -32,7 +32,7 @@ pub(crate) struct OfiEndpoint {
 
 #[derive(Default)]
 struct PostedBuffers {
-    buffers: HashMap<u64, ArenaBuf>,
+    buffers: HashMap<u64, PostedBuffer>,
     last_token: u64,
 }
 
@@ -79,7 +79,7 @@ impl OfiEndpoint {
 
     /// Takes the buffer that was posted to the endpoint's own queue with `token`.
     pub(super) fn take_posted(&self, token: u64) -> Option<ArenaBuf> {
-        self.posted().buffers.remove(&token)
+        self.posted().buffers.remove(&token).map(PostedBuffer::into_buf)
     }
 
     #[allow(unsafe_code)]
@@ -92,7 +92,7 @@ impl OfiEndpoint {
         // SAFETY: the buffer is in `posted`, where no code accesses its bytes, until its receive has
         // completed or `close` has closed the endpoint.
         let into = unsafe { region.slice_of_lent(&buf) }.map_err(|e| e.to_string())?;
-        posted.buffers.insert(token, buf);
+        posted.buffers.insert(token, PostedBuffer::new(buf, self.port.tenant()));
         endpoint.receive(into, token).map_err(|e| {
             posted.buffers.remove(&token);
             e.to_string()

@@ -7,7 +7,8 @@
 //!          └─ Link ── packets, reads, writes        one connection
 //! ```
 //!
-//! A tenant with many connections may have several ports on one device.
+//! A tenant with many connections may have several ports on one device. [`Tenants`] limits the ports
+//! and receive buffers of each tenant. A port without links is closed.
 //!
 //! **Polling.** A port's task polls its completion queue in the same loop that runs the
 //! connections. When the queue is empty, the task continues to poll for a short time, as long as
@@ -30,6 +31,7 @@ mod endpoint;
 mod faults;
 mod poller;
 mod port;
+mod tenants;
 
 use std::io;
 use std::net::SocketAddr;
@@ -52,6 +54,7 @@ use super::packets::{Buffers, Landings, Link, LinkEndpoint};
 use super::{Acceptor, ConnectTicket, Road, TicketOffice, Transport, Wire};
 use device::Device;
 use endpoint::Watcher;
+use tenants::Tenants;
 
 /// Maximum number of transports that wait to be accepted.
 const BACKLOG: usize = 256;
@@ -82,6 +85,8 @@ pub struct OfiConfig {
     pub spin: Duration,
     /// Maximum amount of memory for the packets of all connections, in bytes.
     pub packet_memory_bytes: usize,
+    /// Maximum number of protection domains of all tenants. One tenant may have a quarter of them.
+    pub domains_max: usize,
     /// Faults to inject.
     pub faults: Faults,
 }
@@ -95,6 +100,7 @@ impl OfiConfig {
             receive_queue: ReceiveQueueKind::default(),
             spin: Duration::from_micros(20),
             packet_memory_bytes: 256 << 20,
+            domains_max: 512,
             faults: Faults::default(),
         }
     }
@@ -111,6 +117,7 @@ struct Common {
     config: OfiConfig,
     buffers: Buffers,
     landings: Landings,
+    tenants: Arc<Tenants>,
     control: Arc<OfiControl>,
 }
 
@@ -120,6 +127,7 @@ pub struct OfiControl {
     frozen: watch::Sender<bool>,
     refuses: AtomicBool,
     refuses_memory: AtomicBool,
+    tenants: Arc<Tenants>,
 }
 
 impl OfiControl {
@@ -129,6 +137,12 @@ impl OfiControl {
         let links: Vec<Arc<Link>> =
             devices.iter().filter_map(Weak::upgrade).flat_map(|device| device.links()).collect();
         links.iter().filter(|link| link.failure().is_none()).map(|link| link.fail("cut")).count()
+    }
+
+    /// Number of protection domains that tenants hold.
+    #[must_use]
+    pub fn domains(&self) -> usize {
+        self.tenants.domains()
     }
 
     /// While `refuses` is set, no link can be established.
@@ -211,17 +225,19 @@ impl Ofi {
                 "the provider has no shared receive queues; each connection has its own"
             );
         }
+        let buffers = Buffers::new(config.packet_memory_bytes);
+        let tenants = Arc::new(Tenants::new(config.domains_max, buffers.receives_max()));
         let control = Arc::new(OfiControl {
             devices: Mutex::default(),
             frozen: watch::Sender::new(false),
             refuses: AtomicBool::new(false),
             refuses_memory: AtomicBool::new(false),
+            tenants: Arc::clone(&tenants),
         });
-        let buffers = Buffers::new(config.packet_memory_bytes);
         let landings = Landings::default();
         Ok(Ofi {
             library,
-            common: Arc::new(Common { config, buffers, landings, control }),
+            common: Arc::new(Common { config, buffers, landings, tenants, control }),
             dialing: Mutex::default(),
         })
     }

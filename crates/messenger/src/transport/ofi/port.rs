@@ -12,6 +12,7 @@ use fabric::{
 use tokio::sync::Notify;
 
 use super::Common;
+use super::tenants::{DomainSlot, ReceiveSlot, TenantUse};
 use crate::transport::packets::NotRegistered;
 use crate::transport::packets::packet::FIRST_GRANT;
 
@@ -49,6 +50,25 @@ pub(super) struct Port<L> {
     over: Notify,
     /// Whether the poller has stopped or the port has failed.
     stopped: AtomicBool,
+    /// This field is dropped last, so that the tenant's right returns after the domain is closed.
+    slot: DomainSlot,
+}
+
+/// A receive buffer in a queue of the device.
+pub(super) struct PostedBuffer {
+    buf: ArenaBuf,
+    _slot: ReceiveSlot,
+}
+
+impl PostedBuffer {
+    pub(super) fn new(buf: ArenaBuf, tenant: &Arc<TenantUse>) -> PostedBuffer {
+        PostedBuffer { buf, _slot: tenant.hold_receive() }
+    }
+
+    /// Takes the buffer, whose receive has completed.
+    pub(super) fn into_buf(self) -> ArenaBuf {
+        self.buf
+    }
 }
 
 struct State<L> {
@@ -56,7 +76,7 @@ struct State<L> {
     /// Links by the token that packets from their peers carry.
     tokens: HashMap<u64, Weak<L>>,
     /// Buffers in the shared receive queue, by the token with which they were posted.
-    posted: HashMap<u64, ArenaBuf>,
+    posted: HashMap<u64, PostedBuffer>,
     /// Number of buffers in `posted` that were posted for links that have ended.
     surplus: u32,
     /// Links that owe their peers credits.
@@ -74,8 +94,13 @@ impl<L> State<L> {
 }
 
 impl<L> Port<L> {
-    /// Opens the domain that `info` names.
-    pub(super) fn open(fabric: &Fabric, info: Info, common: Arc<Common>) -> fabric::Result<Arc<Port<L>>> {
+    /// Opens the domain that `info` names, for the tenant of `slot`.
+    pub(super) fn open(
+        fabric: &Fabric,
+        info: Info,
+        common: Arc<Common>,
+        slot: DomainSlot,
+    ) -> fabric::Result<Arc<Port<L>>> {
         let domain = Domain::open(fabric, info)?;
         let (completions, depth) = open_queue(&domain)?;
         let receives = match common.config.receive_queue {
@@ -106,6 +131,7 @@ impl<L> Port<L> {
             state,
             over,
             stopped,
+            slot,
         }))
     }
 
@@ -158,12 +184,12 @@ impl<L> Port<L> {
 
     /// Takes the buffer that was posted to the shared queue with `token`.
     pub(super) fn take_posted(&self, token: u64) -> Option<ArenaBuf> {
-        self.lock().posted.remove(&token)
+        self.lock().posted.remove(&token).map(PostedBuffer::into_buf)
     }
 
     /// Shows the buffer that was posted to the shared queue with `token`, whose receive has completed.
     pub(super) fn peek_posted<T>(&self, token: u64, look: impl FnOnce(&ArenaBuf) -> T) -> Option<T> {
-        self.lock().posted.get(&token).map(look)
+        self.lock().posted.get(&token).map(|posted| look(&posted.buf))
     }
 
     /// Marks the port as stopped, so that it gets no more links.
@@ -209,14 +235,22 @@ impl<L> Port<L> {
     /// Whether the port is usable and has room for one more link.
     pub(super) fn has_room(&self) -> bool {
         let state = self.lock();
-        let has_receives = state.receives() + FIRST_GRANT as usize <= self.receives_max;
-        state.links.len() < self.links_max && has_receives && self.is_good()
+        let first = FIRST_GRANT as usize;
+        let has_receives = state.receives() + first <= self.receives_max;
+        let may_post = state.surplus as usize >= first || self.tenant().check_receives(first).is_ok();
+        state.links.len() < self.links_max && has_receives && may_post && self.is_good()
+    }
+
+    /// The tenant to which the port belongs.
+    pub(super) fn tenant(&self) -> &Arc<TenantUse> {
+        self.slot.tenant()
     }
 
     /// Whether `more` additional buffers may be posted for a link.
     pub(super) fn may_grow(&self, more: u32) -> bool {
-        let most = self.receives_max / SHARES.1 * SHARES.0;
-        self.receives.is_none() || self.lock().receives() + more as usize <= most
+        let (more, most) = (more as usize, self.receives_max / SHARES.1 * SHARES.0);
+        self.tenant().check_receives(more).is_ok()
+            && (self.receives.is_none() || self.lock().receives() + more <= most)
     }
 
     /// Records that `link` owes its peer credits. The poller sends the credits if no other packet
@@ -245,7 +279,7 @@ impl<L> Port<L> {
         // completed. The port drops `posted` last: links hold the port until their endpoints are
         // closed, and the field `receives` then closes the queue.
         let into = unsafe { region.slice_of_lent(&buf) }.map_err(|e| e.to_string())?;
-        state.posted.insert(token, buf);
+        state.posted.insert(token, PostedBuffer::new(buf, self.tenant()));
         queue.receive(into, token).map_err(|e| {
             state.posted.remove(&token);
             e.to_string()

@@ -35,6 +35,11 @@ impl Buffers {
         Buffers { state: Mutex::default(), max_chunks: max_bytes.div_ceil(CHUNK_BYTES).max(1) }
     }
 
+    /// Maximum number of buffers for packets to receive.
+    pub(in crate::transport) fn receives_max(&self) -> usize {
+        self.max_chunks * (CHUNK_BYTES - SENDING_BYTES) / PACKET_BYTES
+    }
+
     /// Takes a buffer for a packet to send. Returns `None` if all buffers are in use and the pool
     /// cannot grow, because it has reached its maximum size or the system lacks memory.
     pub(in crate::transport) fn take(&self) -> Option<ArenaBuf> {
@@ -100,6 +105,7 @@ mod tests {
         let most = 2 * CHUNK_BYTES / PACKET_BYTES;
         let mut taken: Vec<ArenaBuf> = std::iter::from_fn(|| buffers.take_to_receive()).collect();
         assert_eq!(taken.len(), most - 2 * SENDING_BYTES / PACKET_BYTES);
+        assert_eq!(taken.len(), buffers.receives_max());
         taken.extend(std::iter::from_fn(|| buffers.take()));
         assert_eq!(taken.len(), most);
         assert!(!buffers.are_plenty());
