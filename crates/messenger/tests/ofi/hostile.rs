@@ -1,8 +1,11 @@
 //! Attacks on a server's endpoint by a client that calls libfabric directly. Each attack ends only
 //! the attacker's own connection.
 
+mod domains;
+
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use base::block::Payload;
@@ -16,6 +19,7 @@ use identity::ProofKey;
 use outboard_messenger::conformance::{Buffer, Rig, pool};
 use outboard_messenger::frame::{self, Body, Frame, FrameHeader, FrameKind, HEADER_LEN, Resume};
 use outboard_messenger::transport::ConnectTicket;
+use outboard_messenger::transport::ofi::OfiControl;
 use outboard_messenger::{
     ConnectOptions, ConnectionEvent, Ends, Limits, Message, MessengerError, ReceiveQueueKind,
 };
@@ -49,8 +53,8 @@ struct Attacker {
 
 impl Attacker {
     /// Begins a connection over TCP at `endpoint`, and moves it to libfabric.
-    fn connect(endpoint: &str) -> Attacker {
-        let begun = Begun::new(endpoint);
+    fn connect(user: &str, endpoint: &str) -> Attacker {
+        let begun = Begun::of_user(user, endpoint);
         let mut attacker = Attacker::dial(&begun);
         attacker.resume(&begun);
         let answer = attacker.frame();
@@ -60,10 +64,15 @@ impl Attacker {
 
     /// Resumes a connection with the right proof.
     fn resume(&mut self, begun: &Begun) {
+        self.resume_with(&begun.key, begun);
+    }
+
+    /// Resumes a connection with a proof by this key.
+    fn resume_with(&mut self, key: &ProofKey, begun: &Begun) {
         let resume = begun.resume(self.nonce);
         self.send(&Body::Resume(resume.clone()), 0, &Payload::default());
         let Body::Challenge(challenge) = self.frame().body else { panic!("no challenge") };
-        self.send(&proof(&begun.key, &resume, &challenge), 0, &Payload::default());
+        self.send(&proof(key, &resume, &challenge), 0, &Payload::default());
     }
 
     /// Connects over libfabric with a ticket of the connection.
@@ -214,9 +223,13 @@ struct Begun {
 
 impl Begun {
     fn new(endpoint: &str) -> Begun {
+        Begun::of_user("attacker", endpoint)
+    }
+
+    fn of_user(user: &str, endpoint: &str) -> Begun {
         let mut tcp = TcpStream::connect(endpoint).expect("connects");
         tcp.set_read_timeout(Some(PATIENCE)).expect("a socket");
-        let mut beginning = Beginning::new(&Users::trust("attacker"), hello());
+        let mut beginning = Beginning::new(&Users::trust(user), hello());
         loop {
             tcp.write_all(&beginning.output()).expect("written");
             let mut bytes = vec![0; HEADER_LEN];
@@ -249,20 +262,23 @@ struct Victim {
     listener: Box<dyn outboard_messenger::Listener>,
     client: Ends,
     server: Ends,
+    /// Control of the server's transport.
+    control: Arc<OfiControl>,
     _rigs: [Rig; 2],
 }
 
 impl Victim {
     async fn new(queue: ReceiveQueueKind) -> Victim {
         // A long grace period, so that a busy machine does not look like a successful attack.
-        let rigs = [Users::node(), Users::trust("bystander")].map(|trust| super::rig_with(queue, 3, trust));
+        let (rig, control) = super::controlled_rig(queue, 3, Users::node());
+        let rigs = [rig, super::rig_with(queue, 3, Users::trust("bystander"))];
         let mut listener = rigs[0].listen().await;
         let endpoint = listener.endpoint();
         let connecting = rigs[1].stack.connect(&endpoint, ConnectOptions::default());
         let (client, server) = tokio::join!(connecting, listener.accept());
         let (client, mut server) = (client.expect("connects"), server.expect("accepts"));
         moved(&mut server).await;
-        Victim { endpoint, listener, client, server, _rigs: rigs }
+        Victim { endpoint, listener, client, server, control, _rigs: rigs }
     }
 
     /// Runs `attack` on a separate thread. Returns the server's end of the attacker's connection.
@@ -270,10 +286,26 @@ impl Victim {
         &mut self,
         attack: impl FnOnce(Attacker) + Send + 'static,
     ) -> (Ends, tokio::task::JoinHandle<()>) {
+        self.attacked_by("attacker", attack).await
+    }
+
+    /// Like [`attacked`](Self::attacked), with a connection of this user.
+    async fn attacked_by<T: Send + 'static>(
+        &mut self,
+        user: &'static str,
+        attack: impl FnOnce(Attacker) -> T + Send + 'static,
+    ) -> (Ends, tokio::task::JoinHandle<T>) {
         let endpoint = self.endpoint.clone();
-        let attack = tokio::task::spawn_blocking(move || attack(Attacker::connect(&endpoint)));
-        let connection = tokio::time::timeout(PATIENCE, self.listener.accept()).await;
-        let mut connection = connection.expect("in time").expect("a connection");
+        let attack = tokio::task::spawn_blocking(move || attack(Attacker::connect(user, &endpoint)));
+        let accepted = async {
+            loop {
+                // The other client, or this one, may have needed several attempts.
+                if let Ok(connection) = self.listener.accept().await {
+                    break connection;
+                }
+            }
+        };
+        let mut connection = tokio::time::timeout(PATIENCE, accepted).await.expect("a connection");
         moved(&mut connection).await;
         (connection, attack)
     }
@@ -419,8 +451,8 @@ async fn packets_with_a_wrong_token_are_dropped() {
     victim.is_well().await;
 }
 
-/// The client resumes another of its connections than its ticket is for, or has another nonce than its
-/// ticket.
+/// The client resumes another connection than its ticket is for, has another nonce than its ticket, or
+/// uses the ticket of a client of another tenant, without this client's key.
 #[tokio::test]
 async fn a_resumption_that_differs_from_the_ticket_is_rejected() {
     let mut victim = Victim::new(ReceiveQueueKind::Shared).await;
@@ -436,6 +468,11 @@ async fn a_resumption_that_differs_from_the_ticket_is_rejected() {
         attacker.resume(&second);
         let answer = attacker.frame();
         assert!(matches!(answer.body, Body::Reject(_)), "{answer:?}");
+        let bystander = Begun::of_user("bystander", &endpoint);
+        let mut attacker = Attacker::dial(&bystander);
+        attacker.resume_with(&first.key, &bystander);
+        let answer = attacker.frame();
+        assert!(matches!(answer.body, Body::Reject(_)), "{answer:?}");
     });
     attack.await.expect("the attack ends without a panic");
     victim.is_well().await;
@@ -448,12 +485,15 @@ async fn a_connect_request_without_a_valid_ticket_is_refused() {
     let mut victim = Victim::new(ReceiveQueueKind::Shared).await;
     let endpoint = victim.endpoint.clone();
     let attack = tokio::task::spawn_blocking(move || {
-        let (begun, other) = (Begun::new(&endpoint), Begun::new(&endpoint));
+        let (begun, other) = (Begun::new(&endpoint), Begun::of_user("bystander", &endpoint));
         let used = (2..10).map(|number| ConnectTicket::new(&begun.key, number)).find(|ticket| {
             Attacker::try_dial(&begun.path, ticket).expect("a valid ticket is accepted").is_some()
         });
         let used = used.expect("a connection");
         let fresh = ConnectTicket::new(&begun.key, 20);
+        // The connection of another tenant, with the proof of the own one.
+        let foreign = ConnectTicket::connection_in_tickets(&other.key);
+        let foreign = ConnectTicket { connection: foreign, ..ConnectTicket::new(&begun.key, 20) };
         let other = ConnectTicket { connection: fresh.connection, ..ConnectTicket::new(&other.key, 20) };
         let guessed = ConnectTicket { connection: 7, ..fresh.clone() };
         let mut changed = fresh.clone();
@@ -463,6 +503,7 @@ async fn a_connect_request_without_a_valid_ticket_is_refused() {
             ("used", used),
             ("older", older),
             ("other key", other),
+            ("another tenant's", foreign),
             ("guessed", guessed),
             ("changed", changed),
         ] {

@@ -18,7 +18,7 @@ use std::time::Duration;
 
 use identity::Trust;
 use outboard_messenger::conformance::{self, Rig};
-use outboard_messenger::transport::ofi::{Ofi, OfiConfig, ReceiveQueueKind};
+use outboard_messenger::transport::ofi::{Ofi, OfiConfig, OfiControl, ReceiveQueueKind};
 use outboard_messenger::transport::tcp::Tcp;
 use outboard_messenger::{ConnectionConfig, Path, StreamStack};
 use pumped::PumpedTcp;
@@ -61,15 +61,20 @@ fn patient_rig(receive_queue: ReceiveQueueKind, times: u32) -> Rig {
 }
 
 fn rig_with(receive_queue: ReceiveQueueKind, times: u32, trust: Trust) -> Rig {
+    controlled_rig(receive_queue, times, trust).0
+}
+
+/// Creates a rig, and returns the control of its libfabric transport too.
+fn controlled_rig(receive_queue: ReceiveQueueKind, times: u32, trust: Trust) -> (Rig, Arc<OfiControl>) {
     let (provider, address) = provider();
     let (heartbeat, grace) = patience(&provider);
     let grace = grace * times;
     let config = ConnectionConfig { heartbeat, grace, trust, ..ConnectionConfig::default() };
     let ofi = load(OfiConfig { receive_queue, ..OfiConfig::new(&provider) });
-    let (cut, freeze) = (ofi.control(), ofi.control());
+    let (control, cut, freeze) = (ofi.control(), ofi.control(), ofi.control());
     let tcp = PumpedTcp::new();
     let (cut_tcp, freeze_tcp) = (tcp.clone(), tcp.clone());
-    Rig {
+    let rig = Rig {
         stack: Arc::new(StreamStack::over(tcp, config).with_path(required_path(&provider, ofi))),
         address,
         cut: Box::new(move || cut.cut() + cut_tcp.cut()),
@@ -81,7 +86,8 @@ fn rig_with(receive_queue: ReceiveQueueKind, times: u32, trust: Trust) -> Rig {
         patience: Rig::PATIENCE,
         slow: provider != "tcp",
         seed: conformance::seed(),
-    }
+    };
+    (rig, control)
 }
 
 macro_rules! with_queue {

@@ -156,6 +156,13 @@ impl Device {
         self.lock().links.values().filter_map(Weak::upgrade).collect()
     }
 
+    /// The ports of `owner`.
+    pub(super) fn ports_of(&self, owner: DomainOwner) -> Vec<Arc<Port<Link>>> {
+        let state = self.lock();
+        let of_owner = state.ports.iter().filter(|((known, _), _)| *known == owner);
+        of_owner.flat_map(|(_, ports)| ports).filter_map(Weak::upgrade).collect()
+    }
+
     /// Finds a port of `owner` on the network device that `info` names. Opens a new port if no
     /// existing port has room for another link.
     ///

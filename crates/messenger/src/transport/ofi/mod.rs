@@ -43,8 +43,12 @@ use base::BoxFuture;
 use base::budget::PeerAddress;
 use base::collections::HashMap;
 use base::fault::Faults;
+use base::mem::Arena;
 use base::watch;
-use fabric::{EndpointAddress, FabricError, FabricListener, Info, Library, ProviderQuery};
+use fabric::{
+    Access, EndpointAddress, FabricError, FabricListener, Info, Library, MemoryRegion, ProviderQuery,
+    RemoteRegion,
+};
 use serde::Deserialize;
 use tokio::sync::mpsc;
 
@@ -54,7 +58,8 @@ use super::packets::{Buffers, Landings, Link, LinkEndpoint};
 use super::{Acceptor, ConnectTicket, Road, TicketOffice, Transport, Wire};
 use device::Device;
 use endpoint::Watcher;
-use tenants::Tenants;
+use port::Port;
+use tenants::{DomainOwner, Tenants};
 
 /// Maximum number of transports that wait to be accepted.
 const BACKLOG: usize = 256;
@@ -143,6 +148,30 @@ impl OfiControl {
     #[must_use]
     pub fn domains(&self) -> usize {
         self.tenants.domains()
+    }
+
+    /// The registered memory of a tenant's domains, as a peer would name it. The peer has rights to none
+    /// of it, except over iWARP to the memory of a read.
+    #[must_use]
+    pub fn registered(&self, tenant_id: u32) -> Vec<RemoteRegion> {
+        self.ports(tenant_id).iter().flat_map(|port| port.registered()).collect()
+    }
+
+    /// Registers memory in a domain of a tenant, for its peers if `access` says so. A server never
+    /// does this; tests attack the memory.
+    ///
+    /// # Errors
+    /// If the tenant has no domain, or the device refuses.
+    pub fn register(&self, tenant_id: u32, arena: &Arc<Arena>, access: Access) -> io::Result<MemoryRegion> {
+        let ports = self.ports(tenant_id);
+        let port = ports.first().ok_or_else(|| io::Error::other("the tenant has no domain"))?;
+        MemoryRegion::register(&port.domain, arena, access).map_err(io::Error::other)
+    }
+
+    fn ports(&self, tenant_id: u32) -> Vec<Arc<Port<Link>>> {
+        let devices = self.devices.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let owner = DomainOwner::Tenant(tenant_id);
+        devices.iter().filter_map(Weak::upgrade).flat_map(|device| device.ports_of(owner)).collect()
     }
 
     /// While `refuses` is set, no link can be established.

@@ -8,6 +8,7 @@ use base::mem::{Arena, ArenaBuf};
 use bytes::Bytes;
 use fabric::{
     Access, CompletionQueue, Domain, EndpointQueues, EventQueue, Fabric, Info, MemoryRegion, ReceiveQueue,
+    RemoteRegion,
 };
 use tokio::sync::Notify;
 
@@ -304,6 +305,11 @@ impl<L> Port<L> {
         }
         state.regions.push((key, region.clone()));
         Ok(region)
+    }
+
+    /// The registered arenas, as a peer would name them.
+    pub(super) fn registered(&self) -> Vec<RemoteRegion> {
+        self.lock().regions.iter().map(|(_, region)| region.remote()).collect()
     }
 
     /// The registration of the memory of `bytes`, for sending. Returns `Ok(None)` if the provider
