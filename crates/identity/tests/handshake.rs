@@ -174,6 +174,39 @@ fn a_recorded_handshake_proves_nothing() {
 }
 
 #[test]
+fn a_handshake_for_another_protocol_is_refused() {
+    let world = new_world();
+    let all = [Protocol::Messenger, Protocol::Control, Protocol::Channel];
+    for (asked, served) in all.iter().flat_map(|asked| all.iter().map(move |served| (*asked, *served))) {
+        let mut client = Handshake::client(&world.client, asked).unwrap();
+        let mut server = Handshake::server(&world.server, served).unwrap();
+        let result = run(&mut client, &mut server, |_, _| {});
+        assert_eq!(result.is_ok(), asked == served, "{asked:?} instead of {served:?}: {result:?}");
+        assert_eq!(server.peer().is_some(), asked == served);
+    }
+}
+
+/// An attacker in the network makes the client's first message offer TLS 1.2 only.
+#[test]
+fn a_handshake_is_not_downgraded_to_an_older_tls() {
+    let world = new_world();
+    let (mut client, mut server) = both(&world);
+    let mut is_mounted = false;
+    let result = run(&mut client, &mut server, |flight, bytes| {
+        // The extension with the versions that the client supports.
+        let versions = [0x00, 0x2b, 0x00, 0x03, 0x02, 0x03, 0x04];
+        if flight == 0
+            && let Some(at) = bytes.windows(versions.len()).position(|found| found == versions)
+        {
+            bytes[at + 6] = 0x03;
+            is_mounted = true;
+        }
+    });
+    assert!(is_mounted && result.is_err(), "{result:?}");
+    assert_eq!((client.peer(), server.peer()), (None, None));
+}
+
+#[test]
 fn a_handshake_without_end_is_refused() {
     let world = new_world();
     let mut server = Handshake::server(&world.server, Protocol::Messenger).unwrap();

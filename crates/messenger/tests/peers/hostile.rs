@@ -196,6 +196,10 @@ async fn pulls_of_ranges_that_are_not_offered_are_refused() {
     drop(region);
     raw.send(&request(10, offer, 0, 10), 0).await;
     assert!(matches!(raw.next_answer().await, Some(Body::PullRefused(_))), "withdrawn");
+    let (_other, _, other) = victim.attack().await;
+    let (_region, foreign) = crate::raw::offer(&other, 10_000);
+    raw.send(&request(11, foreign, 0, 10), 0).await;
+    assert!(matches!(raw.next_answer().await, Some(Body::PullRefused(_))), "offered to another client");
     raw.send(&Body::PullCancel(PullCancel { pull: 77 }), 0).await;
     raw.send(&message("still here"), 1).await;
     let (_connection, mut incoming) = ends;
@@ -338,6 +342,38 @@ async fn a_connection_is_resumed_only_with_the_right_proof() {
         matches!(why, MessengerError::Protocol(_)),
         "the client claimed to have received unsent frames: {why}"
     );
+    victim.is_well().await;
+}
+
+/// An attacker in the network sends the frames with which a client has begun a connection again.
+#[tokio::test]
+async fn a_recorded_handshake_begins_no_connection() {
+    let mut victim = Victim::new().await;
+    let mut recorded = Vec::new();
+    let mut raw = Raw::connect(&victim.endpoint).await;
+    let mut beginning = Beginning::new(&Trust::default(), hello());
+    loop {
+        let flight = beginning.output();
+        raw.write(&flight).await;
+        recorded.push(flight);
+        if let Some(answer) = beginning.frame(&raw.next().await.expect("an answer").body) {
+            assert!(matches!(answer, Body::Welcome(_)), "the recorded frames begin a connection");
+            break;
+        }
+    }
+    let mut ends = victim.accepted().await;
+    assert!(recorded.iter().filter(|flight| !flight.is_empty()).count() >= 2);
+    let mut replay = Raw::connect(&victim.endpoint).await;
+    for flight in &recorded {
+        replay.write(flight).await;
+    }
+    let answer = replay.next().await.expect("the server answers the first frame");
+    assert!(matches!(answer.body, Body::Handshake(_)), "{answer:?}");
+    replay.closed().await;
+    let why = victim.refused().await;
+    assert!(matches!(why, MessengerError::Identity(_) | MessengerError::Unreachable { .. }), "{why}");
+    let quiet = timeout(Duration::from_millis(50), ends.1.next()).await;
+    assert!(quiet.is_err(), "the connection is not affected: {quiet:?}");
     victim.is_well().await;
 }
 

@@ -5,4 +5,5 @@ mod begin;
 mod crowd;
 mod hostile;
 mod life;
+mod middle;
 mod raw;

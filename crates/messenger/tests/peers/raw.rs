@@ -20,6 +20,12 @@ pub(crate) use crate::begin::{Beginning, hello, proof};
 /// Time limit for each step of these tests, so that no test hangs.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(10);
 
+/// The address at which the servers of these tests listen. The environment variable
+/// `OUTBOARD_TEST_ADDRESS` chooses another address of this machine.
+pub(crate) fn address() -> String {
+    std::env::var("OUTBOARD_TEST_ADDRESS").unwrap_or_else(|_| "127.0.0.1".to_owned())
+}
+
 /// A raw socket that is connected to a messenger.
 pub(crate) struct Raw {
     stream: TcpStream,
@@ -172,7 +178,7 @@ impl Victim {
             ..ConnectionConfig::default()
         };
         let stack = TcpStack::new(config);
-        let mut listener = stack.listen("127.0.0.1:0").await.unwrap();
+        let mut listener = stack.listen(&format!("{}:0", address())).await.unwrap();
         let endpoint = listener.endpoint();
         let (client, server) =
             tokio::join!(stack.connect(&endpoint, ConnectOptions::default()), listener.accept());
@@ -186,7 +192,7 @@ impl Victim {
         (connection.0, connection.1, server)
     }
 
-    async fn accepted(&mut self) -> Ends {
+    pub(crate) async fn accepted(&mut self) -> Ends {
         loop {
             if let Ok(ends) = timeout(PATIENCE, self.listener.accept()).await.expect("a connection") {
                 return ends;
