@@ -3,6 +3,7 @@
 //! named `tcp_only` contain long tests that do not depend on the network. Runs over other networks
 //! skip these tests (`--skip tcp_only::`).
 
+mod attacks;
 mod common;
 mod engine;
 mod hostile;

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use base::block::Payload;
+use base::clock::WallClock;
 use bytes::Bytes;
 use client::engine::NativeEngine;
 use client::{Client, Options};
@@ -91,6 +92,11 @@ fn stack_of(trust: Trust, use_as: UseAs) -> Arc<dyn NetworkStack> {
 impl World {
     /// Starts a node with the tenants `films` and `rival`, and their users.
     pub(crate) async fn start() -> World {
+        World::start_with(WallClock::default()).await
+    }
+
+    /// Starts a node with this clock. See [`start`](Self::start).
+    pub(crate) async fn start_with(clock: WallClock) -> World {
         let (identity, admin) = (Identity::generate(), Identity::generate());
         let directory = Directory::default();
         let users = Arc::new(Users { admin: admin.key(), directory: directory.clone() });
@@ -98,6 +104,7 @@ impl World {
         let listener = ControlListener::bind("127.0.0.1:0").unwrap();
         let config = OsdConfig {
             users: directory,
+            clock,
             control: Some(listener.address().to_string()),
             ..OsdConfig::default()
         };
@@ -183,7 +190,7 @@ impl World {
     }
 
     /// Returns the trust and the name of a caller.
-    fn caller(&self, column: &str) -> Trust {
+    pub(crate) fn caller(&self, column: &str) -> Trust {
         let user = match column {
             "no credential" | "another node's" => {
                 let stranger = Identity::generate();
@@ -207,7 +214,7 @@ impl World {
     }
 
     /// Gets a capability for a caller; `None` if the control plane refuses.
-    async fn capability(&self, trust: &Trust, lifetime_s: u32) -> Option<Bytes> {
+    pub(crate) async fn capability(&self, trust: &Trust, lifetime_s: u32) -> Option<Bytes> {
         let request = AdminRequest::IssueCapability { grants: None, key: None, lifetime_s };
         let client = ControlClient::new(trust.clone());
         match client.administer(&self.control_endpoint(), request, false).await {
@@ -217,7 +224,7 @@ impl World {
     }
 
     /// Connects to the node; `None` if the handshake fails.
-    async fn connect(&self, trust: Trust) -> Result<Line, MessengerError> {
+    pub(crate) async fn connect(&self, trust: Trust) -> Result<Line, MessengerError> {
         let stack = stack_of(trust, UseAs::Client);
         let timeout = Duration::from_secs(3);
         let (connection, incoming) = stack.connect(&self.node.endpoint, ConnectOptions { timeout }).await?;
@@ -247,7 +254,7 @@ impl World {
 }
 
 /// A connection on which a test sends requests.
-struct Line {
+pub(crate) struct Line {
     connection: Arc<dyn Connection>,
     incoming: Box<dyn Incoming>,
     seq: u64,
@@ -263,7 +270,7 @@ impl Line {
         "yes"
     }
 
-    async fn ask(&mut self, body: RequestBody) -> Result<wire::ReplyBody, Error> {
+    pub(crate) async fn ask(&mut self, body: RequestBody) -> Result<wire::ReplyBody, Error> {
         self.seq += 1;
         let header = wire::encode_request(&head(self.seq), &body);
         self.connection.send(Message { header, payload: Payload::default() }).await.unwrap();
@@ -281,15 +288,15 @@ impl Line {
     }
 }
 
-fn opening(session: Option<SessionId>, capability: Bytes) -> RequestBody {
+pub(crate) fn opening(session: Option<SessionId>, capability: Bytes) -> RequestBody {
     RequestBody::Open { oldest: wire::VERSION_OLDEST, newest: wire::VERSION, session, capability }
 }
 
-fn name(object: &str) -> WireName {
+pub(crate) fn name(object: &str) -> WireName {
     WireName { pool: "p".into(), namespace: Bytes::new(), object: Bytes::copy_from_slice(object.as_bytes()) }
 }
 
-fn read(object: &str, sink: Option<BulkDescriptor>) -> RequestBody {
+pub(crate) fn read(object: &str, sink: Option<BulkDescriptor>) -> RequestBody {
     ObjectRequest::Read(Read { name: name(object), part: None, offset: 0, len: 1, if_version: None, sink })
         .into()
 }
