@@ -15,8 +15,8 @@
 //! - `read`, `query` and `list` execute reads, queries and listings. They return only durable data:
 //!   a request that has seen a pending change waits for it (`observers`).
 //! - `audit` compares the size in each object's record with the size of the object's stored data.
-//! - `map` is the durable record of the node's targets and pools. `pools` creates and removes
-//!   pools.
+//! - `map` is the durable record of the node's targets, pools and accounts, and its storage.
+//!   `change_map` changes the map. `pools` creates and removes pools.
 //! - `collect` removes orphans and expired results.
 //!
 //! One thread owns the state of each shard, so the state needs no locks. The osd reaches the store

@@ -15,7 +15,7 @@ use crate::change_map::MapKeeper;
 use crate::clients::{ConnectionId, SessionAttachment};
 use crate::config::OsdConfig;
 use crate::mailbox::ShardGone;
-use crate::map::{MISSING_STEP, NodeMap, PoolRecord};
+use crate::map::{MISSING_STEP, MapStore, PoolRecord, TargetMapStore};
 use crate::seal::Seal;
 use crate::sessions::{AboutSession, AttachmentNumber, OpenedSession, SessionOwner, SessionSlots, Shortages};
 use crate::shard::{NodeBasis, Shard};
@@ -49,17 +49,15 @@ pub(crate) struct OpeningConnection {
 
 /// Opens the node on these targets. Creates a new node if all targets are new.
 pub(crate) async fn open_node(config: &OsdConfig, targets: &[Rc<Target>]) -> Result<NodeBasis, StartError> {
-    let witness = NodeWitness::load(
-        config.witness.clone(),
-        Seal::new(config.dpu_key.clone(), config.accepts_altered_map),
-    )?;
-    let map = NodeMap::open(targets, config, &witness).await?;
+    let seal = Seal::new(config.dpu_key.clone(), config.accepts_altered_map);
+    let witness = Arc::new(NodeWitness::load(config.witness.clone(), seal)?);
+    let map = TargetMapStore::new(targets, Arc::clone(&witness), config).load().await?;
     let listed: Vec<Rc<Target>> = targets.iter().filter(|target| map.has(target)).cloned().collect();
     let age = Age::begin(&listed, &witness, config.target_timeout).await?;
     let failed = listed.iter().filter_map(|target| target.failure_at_start().map(|e| (target.uuid, e)));
     let failed = failed.collect();
     let pace = Pace::new(config.rebuild_rate, config.rebuild_share);
-    Ok(NodeBasis { map, age: Arc::new(age), witness: Arc::new(witness), pace, failed })
+    Ok(NodeBasis { map, age: Arc::new(age), witness, pace, failed })
 }
 
 impl Osd {
@@ -70,8 +68,11 @@ impl Osd {
         shard.config.users.publish(&shard.map.borrow().accounts);
         let slots =
             SessionSlots::new(shard.config.sessions, shard.age.generation(), shard.config.dpu_key.clone());
+        // Unlike the store that the map was loaded from, this one knows the targets that are missing.
+        let store = Rc::new(TargetMapStore::new(&shard.targets, Arc::clone(&shard.witness), &shard.config));
+        let epoch = shard.map.borrow().epoch;
         let osd = Rc::new(Osd {
-            map_keeper: MapKeeper::new(epoch_step),
+            map_keeper: MapKeeper::new(store, epoch, epoch_step),
             slots: RefCell::new(slots),
             removed_pools: RefCell::default(),
             scrub_start: tokio::sync::Mutex::default(),

@@ -43,26 +43,16 @@ impl Osd {
     /// were not usable when the map changed. The first kind of target counts as failed until it has
     /// the map.
     async fn give_map_for_ever(&self) {
-        let (shard, changing) = (&self.shard, &self.map_keeper.changing);
+        let keeper = &self.map_keeper;
         loop {
-            tokio::time::sleep(shard.config.upkeep_interval * MAP_INTERVALS).await;
-            for target in shard.targets.iter().filter(|target| target.lacks_map()) {
-                let _one_at_a_time = changing.lock().await;
-                let map = shard.map.borrow().clone();
-                if map.give(target, &shard.witness, shard.config.target_timeout).await {
-                    tracing::info!(target_uuid = %target.uuid, "the target has space again and has stored the node's map");
-                    // The osd is stopping if a shard has ended.
-                    let _ = self.try_again(target.uuid).await;
-                }
-            }
-            let is_back = |target: &&Rc<Target>| target.missed_map() && target.failure().is_none();
-            for target in shard.targets.iter().filter(is_back) {
-                let _one_at_a_time = changing.lock().await;
-                let map = shard.map.borrow().clone();
-                if map.give(target, &shard.witness, shard.config.target_timeout).await {
+            tokio::time::sleep(self.shard.config.upkeep_interval * MAP_INTERVALS).await;
+            for uuid in keeper.store.targets_behind() {
+                let _one_at_a_time = keeper.changing.lock().await;
+                let map = self.shard.map.borrow().clone();
+                if keeper.store.catch_up(uuid, &map).await {
                     // A further shard may have taken over the failure from the first shard after the
-                    // target had returned.
-                    let _ = self.try_again(target.uuid).await;
+                    // target had returned. The osd is stopping if a shard has ended.
+                    let _ = self.try_again(uuid).await;
                 }
             }
         }
