@@ -122,9 +122,9 @@ impl Osd {
             record.name == user.user() && map.accounts.tenant_name(record.tenant) == user.tenant()
         };
         let is_node_admin = map.accounts.users().iter().find(is_meant).is_some_and(|user| user.is_node_admin);
-        if is_node_admin && !caller.standing.is_node_admin {
+        if is_node_admin && !caller.rights.is_node_admin {
             let what = "change an administrator of the node".to_owned();
-            return Err(Error::NotAdministrator { user: caller.standing.name.clone(), what });
+            return Err(Error::NotAdministrator { user: caller.rights.name.clone(), what });
         }
         Ok(())
     }
@@ -133,7 +133,7 @@ impl Osd {
         let map = self.shard.map.borrow();
         let count = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
         let tenants = map.accounts.tenants().iter();
-        let seen = tenants.filter(|tenant| caller.standing.is_node_admin || tenant.id == caller.tenant);
+        let seen = tenants.filter(|tenant| caller.rights.is_node_admin || tenant.id == caller.tenant);
         let info = |tenant: &crate::accounts::TenantRecord| TenantInfo {
             name: tenant.name.clone(),
             made_ms: tenant.made_ms,
@@ -149,7 +149,7 @@ impl Osd {
     /// the node.
     fn list_users(&self, caller: &AdminGrant, all: bool) -> Vec<UserInfo> {
         let map = self.shard.map.borrow();
-        let all = all && caller.standing.is_node_admin;
+        let all = all && caller.rights.is_node_admin;
         let users = map.accounts.users().iter().filter(|user| all || user.tenant == caller.tenant);
         let info = |user: &crate::accounts::UserRecord| {
             let name = AccountName::new(map.accounts.tenant_name(user.tenant), user.name.clone()).ok()?;
@@ -167,15 +167,15 @@ impl Osd {
     }
 
     /// Returns who the caller is.
-    pub(crate) fn who_am_i(&self, caller: &Caller, standing: &UserRights) -> Result<UserInfo> {
+    pub(crate) fn who_am_i(&self, caller: &Caller, rights: &UserRights) -> Result<UserInfo> {
         let map = self.shard.map.borrow();
-        let record = map.accounts.users().iter().find(|user| user.id == standing.user);
+        let record = map.accounts.users().iter().find(|user| user.id == rights.user);
         Ok(UserInfo {
-            user: standing.name.parse::<AccountName>()?,
+            user: rights.name.parse::<AccountName>()?,
             key: *caller.key.as_bytes(),
-            is_node_admin: standing.is_node_admin,
+            is_node_admin: rights.is_node_admin,
             made_ms: record.map_or(0, |record| record.made_ms),
-            grants: grants_of(&map, &standing.grants),
+            grants: grants_of(&map, &rights.grants),
         })
     }
 
@@ -185,7 +185,7 @@ impl Osd {
     /// [`Error::NotPermitted`] if `grants` exceed the rights of the caller.
     pub(crate) fn issue_capability(
         &self,
-        (caller, standing): (&Caller, UserRights),
+        (caller, rights): (&Caller, UserRights),
         grants: Option<Vec<AccessGrant>>,
         key: Option<[u8; 32]>,
         lifetime_s: u32,
@@ -205,19 +205,19 @@ impl Osd {
         };
         let own = Claims {
             node: map.node,
-            name: standing.name.clone(),
-            tenant: standing.tenant,
-            user: standing.user,
-            revision: standing.revision,
+            name: rights.name.clone(),
+            tenant: rights.tenant,
+            user: rights.user,
+            revision: rights.revision,
             key: key.map_or(caller.key, KeyHash::from),
             issued,
             expires: issued + lifetime,
             id: *base::entropy::uuid().as_bytes(),
-            grants: standing.grants.iter().map(claimed).collect(),
+            grants: rights.grants.iter().map(claimed).collect(),
             qos_class: 0,
             memory: Vec::new(),
         };
-        let own = match standing.is_node_admin && base::mutant!(NodeAdminReads) {
+        let own = match rights.is_node_admin && base::mutant!(NodeAdminReads) {
             true => {
                 Claims { grants: vec![ClaimedGrant { pool: None, within: None, verbs: Verbs::ALL }], ..own }
             }
@@ -226,8 +226,8 @@ impl Osd {
         let claims = match grants {
             None => own,
             Some(grants) => {
-                let rights = Rights::new(own.clone());
-                let narrow = |grant: &AccessGrant| narrowed(&map, &standing, &rights, grant);
+                let all = Rights::new(own.clone());
+                let narrow = |grant: &AccessGrant| narrowed(&map, &rights, &all, grant);
                 Claims { grants: grants.iter().map(narrow).collect::<Result<_>>()?, ..own }
             }
         };
@@ -240,15 +240,10 @@ impl Osd {
 }
 
 /// Returns a grant of a capability, if the user has the rights.
-fn narrowed(
-    map: &NodeMap,
-    standing: &UserRights,
-    rights: &Rights,
-    grant: &AccessGrant,
-) -> Result<ClaimedGrant> {
+fn narrowed(map: &NodeMap, user: &UserRights, rights: &Rights, grant: &AccessGrant) -> Result<ClaimedGrant> {
     grant.check().map_err(|e| Error::BadRequest(e.to_string()))?;
     let AccessGrant { scope, verbs } = grant;
-    let pool = pool_of(map, standing.tenant, scope)?;
+    let pool = pool_of(map, user.tenant, scope)?;
     let place = scope.within().map_or(Resource::Pool, |within| Resource::Names {
         namespace: &within.namespace,
         prefix: within.prefix.as_bytes(),
@@ -256,7 +251,7 @@ fn narrowed(
     let wanted = Verb::ALL.into_iter().filter(|verb| verbs.contains(*verb));
     for verb in wanted {
         if !rights.permits(verb, pool, place) {
-            let (user, verb, place) = (standing.name.clone(), verb.to_string(), scope.to_string());
+            let (user, verb, place) = (user.name.clone(), verb.to_string(), scope.to_string());
             return Err(Error::NotPermitted { user, verb, place });
         }
     }

@@ -239,7 +239,7 @@ impl Accounts {
     }
 
     /// Returns what a user may do; `None` if the user was removed.
-    pub(crate) fn standing(&self, user: &UserName) -> Option<UserRights> {
+    pub(crate) fn rights(&self, user: &UserName) -> Option<UserRights> {
         let name = user.to_string();
         if user.id == NODE_ADMIN {
             let grants = vec![GrantRecord { pool: None, within: None, verbs: Verbs::ALL }];
@@ -332,17 +332,17 @@ mod tests {
         accounts.grant(who, grant(Some(1), "list")).unwrap();
         accounts.grant(who, grant(None, "list")).unwrap();
         assert_eq!((accounts.revision(id), accounts.users()[0].grants.len()), (Some(4), 2));
-        let standing = accounts.standing(&user(id)).unwrap();
-        assert!(standing.permits(Verb::Read, Some(1)) && standing.permits(Verb::List, None));
-        assert!(!standing.permits(Verb::Read, Some(2)) && !standing.permits(Verb::Read, None));
+        let rights = accounts.rights(&user(id)).unwrap();
+        assert!(rights.permits(Verb::Read, Some(1)) && rights.permits(Verb::List, None));
+        assert!(!rights.permits(Verb::Read, Some(2)) && !rights.permits(Verb::Read, None));
         accounts.revoke(who, Some((Some(1), None)), "read".parse().unwrap()).unwrap();
         assert!(accounts.revoke(who, Some((Some(2), None)), Verbs::ALL).is_err());
         assert_eq!(accounts.revision(id), Some(5));
-        assert!(!accounts.standing(&user(id)).unwrap().permits(Verb::Read, Some(1)));
+        assert!(!accounts.rights(&user(id)).unwrap().permits(Verb::Read, Some(1)));
         accounts.revoke(who, None, Verbs::ALL).unwrap();
         assert!(accounts.users()[0].grants.is_empty());
         accounts.remove_user("films", "cutter").unwrap();
-        assert_eq!((accounts.revision(id), accounts.standing(&user(id))), (None, None));
+        assert_eq!((accounts.revision(id), accounts.rights(&user(id))), (None, None));
         accounts.add_user(who, key(1), false, 4).unwrap();
         assert_eq!(accounts.revision(id), None, "a user of the same name is another user");
     }
@@ -369,8 +369,8 @@ mod tests {
     fn the_nodes_own_administrator_has_all_rights_in_main() {
         let accounts = accounts();
         let own = UserName { id: NODE_ADMIN, tenant_id: MAIN, tenant: "main".into(), user: "admin".into() };
-        let standing = accounts.standing(&own).unwrap();
-        assert!(standing.is_node_admin && standing.permits(Verb::Write, Some(9)) && standing.tenant == MAIN);
+        let rights = accounts.rights(&own).unwrap();
+        assert!(rights.is_node_admin && rights.permits(Verb::Write, Some(9)) && rights.tenant == MAIN);
         assert_eq!(accounts.revision(NODE_ADMIN), Some(0));
     }
 }

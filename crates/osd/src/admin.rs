@@ -115,9 +115,9 @@ impl Osd {
                 }
             }
             AdminRequest::PoolList { tenant } => {
-                let all = tenant.is_some() || grant.standing.is_node_admin;
+                let all = tenant.is_some() || grant.rights.is_node_admin;
                 let listed = |pool: &ActivePool| {
-                    let is_seen = all || grant.standing.knows(pool.record.id);
+                    let is_seen = all || grant.rights.knows(pool.record.id);
                     (pool.record.tenant == grant.tenant && is_seen).then(|| pool.record.name.clone())
                 };
                 return Ok(AdminReply::Pools(self.list_pools(listed)));
@@ -154,7 +154,7 @@ impl Osd {
                 return self.administer_accounts(caller, request, is_repeated).await;
             }
             AdminRequest::IssueCapability { grants, key, lifetime_s } => {
-                let issued = self.issue_capability((caller, grant.standing), grants, key, lifetime_s)?;
+                let issued = self.issue_capability((caller, grant.rights), grants, key, lifetime_s)?;
                 return Ok(AdminReply::Capability(issued.into()));
             }
             AdminRequest::ListSessions => {
@@ -166,7 +166,7 @@ impl Osd {
                 return Ok(AdminReply::Audit(sink.recent(limit as usize).await));
             }
             AdminRequest::WhoAmI => {
-                return Ok(AdminReply::Me(Box::new(self.who_am_i(caller, &grant.standing)?)));
+                return Ok(AdminReply::Me(Box::new(self.who_am_i(caller, &grant.rights)?)));
             }
         }
         Ok(AdminReply::Done)

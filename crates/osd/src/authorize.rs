@@ -248,7 +248,7 @@ enum AdminNeed<'a> {
 /// What an operator may do with a request.
 pub(crate) struct AdminGrant {
     /// What the operator may do on the node.
-    pub(crate) standing: UserRights,
+    pub(crate) rights: UserRights,
     /// The tenant that the request concerns.
     pub(crate) tenant: u32,
     /// The pool that the request concerns.
@@ -258,7 +258,7 @@ pub(crate) struct AdminGrant {
 impl AdminGrant {
     /// Returns the tenant whose sessions the operator may see; `None` for all.
     pub(crate) fn sessions_of(&self) -> Option<u32> {
-        (!self.standing.is_node_admin).then_some(self.tenant)
+        (!self.rights.is_node_admin).then_some(self.tenant)
     }
 }
 
@@ -271,48 +271,44 @@ pub(crate) fn authorize_admin(shard: &Shard, caller: &Caller, request: &AdminReq
     let map = shard.map.borrow();
     let unknown =
         || Error::NotAdministrator { user: caller.user.to_string(), what: "use this node any more".into() };
-    let standing = map.accounts.standing(&caller.user).ok_or_else(unknown)?;
-    let refused = |what: &str| Error::NotAdministrator { user: standing.name.clone(), what: what.to_owned() };
+    let rights = map.accounts.rights(&caller.user).ok_or_else(unknown)?;
+    let refused = |what: &str| Error::NotAdministrator { user: rights.name.clone(), what: what.to_owned() };
     // The number of the tenant, if the caller may name it.
     let tenant = |name: Option<&str>, what: &str| match name {
-        None => Ok(standing.tenant),
-        Some(name) if name == map.accounts.tenant_name(standing.tenant) => Ok(standing.tenant),
-        Some(name) if standing.is_node_admin => map.accounts.tenant(name),
+        None => Ok(rights.tenant),
+        Some(name) if name == map.accounts.tenant_name(rights.tenant) => Ok(rights.tenant),
+        Some(name) if rights.is_node_admin => map.accounts.tenant(name),
         Some(_) => Err(refused(what)),
     };
     match admin_need(request) {
-        AdminNeed::Anyone => {
-            let tenant = standing.tenant;
-            Ok(AdminGrant { standing, tenant, pool: None })
-        }
-        AdminNeed::Node(what) if !standing.is_node_admin && !base::mutant!(PermitNodeAdmin) => {
+        AdminNeed::Node(what) if !rights.is_node_admin && !base::mutant!(PermitNodeAdmin) => {
             Err(refused(what))
         }
-        AdminNeed::Node(_) => {
-            let tenant = standing.tenant;
-            Ok(AdminGrant { standing, tenant, pool: None })
+        AdminNeed::Node(_) | AdminNeed::Anyone => {
+            let tenant = rights.tenant;
+            Ok(AdminGrant { rights, tenant, pool: None })
         }
         AdminNeed::Tenant(name, what) => {
             let tenant = tenant(name, what)?;
-            let is_own = tenant == standing.tenant
-                && (standing.permits(Verb::Admin, None) || base::mutant!(PermitAdmin));
-            if !standing.is_node_admin && !is_own {
+            let is_own =
+                tenant == rights.tenant && (rights.permits(Verb::Admin, None) || base::mutant!(PermitAdmin));
+            if !rights.is_node_admin && !is_own {
                 return Err(refused(what));
             }
-            Ok(AdminGrant { standing, tenant, pool: None })
+            Ok(AdminGrant { rights, tenant, pool: None })
         }
         AdminNeed::Pool(name, pool) => {
             let tenant = tenant(name, "administer pools of other tenants")?;
             let name = PoolName::from_wire(pool)?;
             let pool = shard.pools.open_named(tenant, name.as_str());
             let id = pool.as_ref().map(|pool| pool.record.id);
-            let is_own = tenant == standing.tenant && standing.permits(Verb::Admin, id);
-            if !standing.is_node_admin && !is_own {
-                let (user, verb, place) = (standing.name, Verb::Admin.to_string(), name.to_string());
+            let is_own = tenant == rights.tenant && rights.permits(Verb::Admin, id);
+            if !rights.is_node_admin && !is_own {
+                let (user, verb, place) = (rights.name, Verb::Admin.to_string(), name.to_string());
                 return Err(Error::NotPermitted { user, verb, place });
             }
             let pool = pool.ok_or_else(|| Error::NoSuchPool(name.to_string()))?;
-            Ok(AdminGrant { standing, tenant, pool: Some(pool) })
+            Ok(AdminGrant { rights, tenant, pool: Some(pool) })
         }
     }
 }
