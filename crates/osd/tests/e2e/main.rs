@@ -13,6 +13,7 @@ mod ops;
 mod pending;
 mod raw;
 mod redundancy;
+mod renewal;
 mod retry;
 mod rights;
 mod sessions;
