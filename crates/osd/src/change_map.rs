@@ -42,8 +42,9 @@ impl MapKeeper {
         saved != map || self.is_uncertain.get()
     }
 
-    /// Saves a map under a new epoch. The epoch grows even if saving fails, because some targets may
-    /// have stored the failed map. The caller must hold the lock [`MapKeeper::changing`].
+    /// Saves a map under a new epoch. A failed save uses up its epoch, because some targets may have stored
+    /// the failed map. The shards keep the last saved map with its own epoch: a target that receives a
+    /// copy later must not get another map under the failed epoch. The caller must hold the lock [`MapKeeper::changing`].
     ///
     /// # Errors
     /// If the map was not saved. A restart may find it all the same, until a later save succeeds.
@@ -76,9 +77,7 @@ impl Osd {
     pub(crate) async fn save_map(&self, mut map: NodeMap) -> wire::Result<()> {
         let shard = &self.shard;
         map.note_lost(&shard.targets);
-        let saved = self.map_keeper.save(&mut map).await;
-        shard.map.borrow_mut().epoch = map.epoch;
-        saved.map_err(|e| refusal(e.into()))?;
+        self.map_keeper.save(&mut map).await.map_err(|e| refusal(e.into()))?;
         shard.config.users.publish(&map.accounts);
         let known = shard.tell_each(move |shard| {
             map.tell(&shard.targets);

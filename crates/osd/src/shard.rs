@@ -71,8 +71,7 @@ pub(crate) struct Shard {
     members: Rc<Vec<Rc<dyn Member>>>,
     /// The shard's copy of the node's map. The first shard changes all copies.
     pub(crate) map: Rc<RefCell<NodeMap>>,
-    /// Number of changes of `map` since the start. The epoch of the map is no measure: it grows before a
-    /// change is saved.
+    /// Number of changes of `map` since the start.
     pub(crate) map_changes: Cell<u64>,
     pub(crate) pools: PoolTable,
     /// Pools that are being created. The map does not contain them yet.

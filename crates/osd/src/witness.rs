@@ -7,8 +7,13 @@
 //!
 //! ```text
 //! magic "OBWITNES", format (1 byte), CRC-32C of the rest (4 bytes, big-endian)
-//! node, counter, map epoch, targets, groups, ages, has sealed map, sealed (postcard)
+//! node, counter, map epoch, targets, groups, ages, has sealed map, sealed, begun epoch (postcard)
 //! ```
+//!
+//! The witness stores two epochs of maps. The *begun epoch* is stored before any target receives a map
+//! with this epoch, and the *map epoch* after the map was saved. No later map gets an epoch up to the
+//! begun epoch, even if the osd restarts between the two writes. So an epoch identifies one map, and the
+//! storage host cannot keep a map whose save has failed, and offer it in place of a later one.
 //!
 //! One write stores all entries that have changed since the last write began. A failure of a target
 //! therefore costs one or two writes, although it concerns many groups.
@@ -30,15 +35,22 @@ use store::StoreError;
 use tokio::sync::Mutex;
 use uuid::Uuid;
 
+use crate::map::MISSING_STEP;
 use crate::seal::Seal;
 use crate::start_error::StartError;
 
 const MAGIC: &[u8] = b"OBWITNES";
-const FORMAT: u8 = 3;
+const FORMAT: u8 = 4;
+/// Format of witnesses without a begun epoch.
+const FORMAT_NO_BEGUN: u8 = 3;
 /// Format of witnesses that do not know whether the map is sealed.
 const FORMAT_UNSEALED: u8 = 2;
 /// Format of witnesses without ages.
 const FORMAT_NO_AGES: u8 = 1;
+/// Maximum amount by which the epoch of a map whose save has failed exceeds the map epoch in a witness
+/// without a begun epoch: one such step for a start without some targets, and less for all attempts to
+/// save.
+const EPOCHS_IN_DOUBT: u64 = 2 * MISSING_STEP;
 /// Length of the magic, the format and the checksum.
 const HEAD: usize = MAGIC.len() + 5;
 
@@ -82,6 +94,8 @@ struct StoredWitness {
     has_sealed_map: bool,
     /// The targets that have stored a sealed age.
     sealed: BTreeSet<Uuid>,
+    /// Highest epoch of a map that a target may have received; 0 if none is known.
+    begun_epoch: u64,
 }
 
 /// A group's entry, as stored.
@@ -99,6 +113,7 @@ struct StoredEntry {
 struct Knowledge {
     node: Uuid,
     map_epoch: u64,
+    begun_epoch: u64,
     groups: BTreeMap<(u32, u32), WitnessEntry>,
     /// The last age of the node that each target has certainly stored: generation and running time in
     /// milliseconds.
@@ -194,6 +209,13 @@ impl NodeWitness {
         (knowledge.node == node && knowledge.map_epoch > 0).then_some(knowledge.map_epoch)
     }
 
+    /// Returns the highest epoch of a map of the node that a target may have received; 0 if it is
+    /// unknown.
+    pub(crate) fn begun_epoch(&self, node: Uuid) -> u64 {
+        let knowledge = &self.lock().knowledge;
+        if knowledge.node == node { knowledge.begun_epoch } else { 0 }
+    }
+
     /// Returns whether the witness survives the end of the osd.
     pub(crate) fn is_durable(&self) -> bool {
         self.storage.is_some()
@@ -216,15 +238,29 @@ impl NodeWitness {
             let (own, found) = (state.last_counter, state.knowledge.node);
             tracing::error!(%node, found = %found, own, expected = counter, "the witness belongs to another node or is an old copy, and counts as lost");
         }
-        // An old copy of the witness is right about the seal.
+        // An old copy of the witness is right about the seal, and about the epochs that are in use.
         let before = std::mem::take(&mut state.knowledge);
         state.knowledge.node = node;
         if before.node == node {
             state.knowledge.has_sealed_map = before.has_sealed_map;
             state.knowledge.sealed = before.sealed;
+            state.knowledge.begun_epoch = before.begun_epoch;
         }
         state.last_counter = state.last_counter.max(counter);
         state.changes += 1;
+    }
+
+    /// Stores that targets may receive a map with this epoch from now on.
+    ///
+    /// # Errors
+    /// If the witness cannot be stored. Then no target may receive the map.
+    pub(crate) async fn begin_map(&self, epoch: u64) -> store::Result<()> {
+        let note = |knowledge: &mut Knowledge| {
+            let is_new = epoch > knowledge.begun_epoch;
+            knowledge.begun_epoch = knowledge.begun_epoch.max(epoch);
+            is_new
+        };
+        self.change(note).await
     }
 
     /// Stores the epoch of the map, which was saved with a seal.
@@ -366,6 +402,7 @@ impl StoredWitness {
             ages: knowledge.ages.clone(),
             has_sealed_map: knowledge.has_sealed_map,
             sealed: knowledge.sealed.clone(),
+            begun_epoch: knowledge.begun_epoch,
         }
     }
 
@@ -383,14 +420,19 @@ impl StoredWitness {
         let (head, body) = bytes.split_at_checked(HEAD)?;
         let (format, crc) = head.strip_prefix(MAGIC)?.split_first()?;
         (crc == crc32c(body).to_be_bytes()).then_some(())?;
-        let content: StoredWitness = match *format {
-            FORMAT => postcard::from_bytes(body).ok()?,
-            // What follows: false, and the length of an empty set.
-            FORMAT_UNSEALED => postcard::from_bytes(&[body, &[0, 0]].concat()).ok()?,
-            // What follows: the length of an empty map, and the same.
-            FORMAT_NO_AGES => postcard::from_bytes(&[body, &[0, 0, 0]].concat()).ok()?,
+        // What follows in the newest format: the length of an empty map, false, the length of an empty
+        // set, and 0.
+        let missing: &[u8] = match *format {
+            FORMAT => &[],
+            FORMAT_NO_BEGUN => &[0],
+            FORMAT_UNSEALED => &[0, 0, 0],
+            FORMAT_NO_AGES => &[0, 0, 0, 0],
             _ => return None,
         };
+        let mut content: StoredWitness = postcard::from_bytes(&[body, missing].concat()).ok()?;
+        if *format != FORMAT && content.map_epoch > 0 {
+            content.begun_epoch = content.map_epoch.saturating_add(EPOCHS_IN_DOUBT);
+        }
         let known = |index: &u16| usize::from(*index) < content.targets.len();
         content.groups.iter().flat_map(|entry| &entry.in_sync).all(known).then_some(content)
     }
@@ -404,8 +446,8 @@ impl From<StoredWitness> for Knowledge {
             ((stored.pool, stored.group), WitnessEntry { term: stored.term, in_sync })
         };
         let groups = content.groups.iter().map(entry).collect();
-        let StoredWitness { node, map_epoch, ages, has_sealed_map, sealed, .. } = content;
-        Knowledge { node, map_epoch, groups, ages, has_sealed_map, sealed }
+        let StoredWitness { node, map_epoch, begun_epoch, ages, has_sealed_map, sealed, .. } = content;
+        Knowledge { node, map_epoch, begun_epoch, groups, ages, has_sealed_map, sealed }
     }
 }
 
@@ -427,9 +469,15 @@ mod tests {
             ages,
             has_sealed_map: true,
             sealed: BTreeSet::from([uuid]),
+            begun_epoch: 8,
         };
         assert_eq!(StoredWitness::decode(&new.encode()).as_ref(), Some(&new));
+        // No map with an epoch that is in doubt may be made again.
+        let new = StoredWitness { begun_epoch: 7 + EPOCHS_IN_DOUBT, ..new };
         let old = (new.node, new.counter, new.map_epoch, new.targets.clone(), new.groups.clone());
+        let body = postcard::to_allocvec(&(&old, &new.ages, new.has_sealed_map, &new.sealed)).unwrap();
+        let bytes = [MAGIC, &[FORMAT_NO_BEGUN], &crc32c(&body).to_be_bytes(), &body].concat();
+        assert_eq!(StoredWitness::decode(&bytes).as_ref(), Some(&new));
         let unsealed = StoredWitness { has_sealed_map: false, sealed: BTreeSet::new(), ..new.clone() };
         let body = postcard::to_allocvec(&(&old, &new.ages)).unwrap();
         let bytes = [MAGIC, &[FORMAT_UNSEALED], &crc32c(&body).to_be_bytes(), &body].concat();

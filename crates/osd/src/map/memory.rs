@@ -15,16 +15,22 @@ pub(crate) struct MemMapStore {
     pub(crate) stored: RefCell<Option<NodeMap>>,
     /// Saves fail while this is set. With `true`, a failed map is stored all the same.
     pub(crate) fails: Cell<Option<bool>>,
+    /// Epoch of the last save.
+    begun: Cell<u64>,
 }
 
 impl MapStore for MemMapStore {
     fn load(&self) -> LocalBoxFuture<'_, Result<NodeMap, StartError>> {
         let mut stored = self.stored.borrow_mut();
-        let map = stored.get_or_insert_with(|| NodeMap::new(vec![Uuid::from_u128(1)])).clone();
-        Box::pin(std::future::ready(Ok(map)))
+        let map = stored.get_or_insert_with(|| NodeMap::new(vec![Uuid::from_u128(1)]));
+        if self.begun.get() > map.epoch {
+            map.epoch = self.begun.get() + 1;
+        }
+        Box::pin(std::future::ready(Ok(map.clone())))
     }
 
     fn save<'a>(&'a self, map: &'a NodeMap) -> LocalBoxFuture<'a, Result<(), MapUnsaved>> {
+        assert!(map.epoch > self.begun.replace(map.epoch), "epochs grow");
         if self.fails.get() != Some(false) {
             *self.stored.borrow_mut() = Some(map.clone());
         }

@@ -71,8 +71,13 @@ async fn newest_map_once(at: &TargetMapStore) -> Result<NodeMap, StartError> {
     if newer.is_some() {
         map.check_forgotten(targets, forgotten)?;
     }
+    let begun = witness.begun_epoch(map.node);
     if accepts_losses || newer.is_some() {
-        map.epoch = map.epoch.max(newer.unwrap_or(0)) + MISSING_STEP;
+        map.epoch = map.epoch.max(newer.unwrap_or(0)).max(begun) + MISSING_STEP;
+    } else if begun > map.epoch {
+        // The save of another map has failed. The storage host may have a copy of that map, and offer it
+        // later. From now on, that copy is older than this map, and its epoch is not used again.
+        map.epoch = begun + 1;
     }
     // The witness confirms that no target has a newer map that was saved.
     let is_newest = saved_epoch.is_some() && newer.is_none();
@@ -91,6 +96,7 @@ async fn newest_map_once(at: &TargetMapStore) -> Result<NodeMap, StartError> {
         witness.expect_age(target.uuid);
     }
     map.tell(targets);
+    witness.begin_map(map.epoch).await.map_err(StartError::Witness)?;
     bring_up_to_date(at, &map, &copies, is_newest).await?;
     witness.retain_pools(|id| map.pools.iter().any(|pool| pool.id == id));
     witness.retain_targets(|uuid| map.record(&uuid).is_some());

@@ -13,12 +13,15 @@ use crate::start_error::StartError;
 /// **One writer.** Only one osd at a time uses the map of a node. It calls [`load`](MapStore::load)
 /// once, before all other calls. It makes one call at a time.
 ///
-/// **Epochs.** The epoch of a map states its age. The epoch of each saved map exceeds the epoch of the
-/// loaded map and the epochs of all earlier saves, failed saves included.
+/// **Epochs.** The epoch of a map states its age, and identifies the map. The epoch of each saved map
+/// exceeds the epoch of the loaded map and the epochs of all earlier saves, failed saves included. The
+/// store guarantees the same across restarts: a load never returns a lower epoch than that of a failed
+/// save that had any effect.
 ///
 /// **Durability.** A map that was saved is durable. A later load returns this map, or a map with a
 /// higher epoch whose save has failed, or an error. It never returns an older map, even if the place
-/// of storage offers one, and never a map that this node has not saved.
+/// of storage offers one, and never a map that this node has not saved. When a load has returned one of
+/// several maps, no later load returns any of the others.
 pub(crate) trait MapStore {
     /// Loads the newest map. Creates the map if the node is new.
     ///

@@ -2,7 +2,7 @@
 
 use std::io;
 use std::rc::Rc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use base::BoxFuture;
@@ -41,10 +41,16 @@ struct TargetsInMemory {
     witness: Arc<MemWitness>,
 }
 
-#[derive(Default)]
 struct MemWitness {
     content: Mutex<Option<Vec<u8>>>,
-    fails: AtomicBool,
+    /// Number of writes that succeed before all others fail.
+    succeeds: AtomicU64,
+}
+
+impl Default for MemWitness {
+    fn default() -> MemWitness {
+        MemWitness { content: Mutex::default(), succeeds: AtomicU64::new(u64::MAX) }
+    }
 }
 
 impl WitnessStorage for MemWitness {
@@ -53,7 +59,8 @@ impl WitnessStorage for MemWitness {
     }
 
     fn replace(&self, content: Vec<u8>) -> BoxFuture<'static, io::Result<()>> {
-        if self.fails.load(Ordering::SeqCst) {
+        let one_less = |left: u64| left.checked_sub(1);
+        if self.succeeds.fetch_update(Ordering::SeqCst, Ordering::SeqCst, one_less).is_err() {
             return Box::pin(std::future::ready(Err(io::Error::other("injected"))));
         }
         *self.content.lock().unwrap() = Some(content);
@@ -74,7 +81,8 @@ impl Place for TargetsInMemory {
     }
 
     fn set_failing(&self, fails: bool) {
-        self.witness.fails.store(fails, Ordering::SeqCst);
+        // The witness notes the epoch of the map. The targets store the map, and then the witness fails.
+        self.witness.succeeds.store(if fails { 1 } else { u64::MAX }, Ordering::SeqCst);
     }
 }
 
@@ -108,9 +116,11 @@ async fn conforms(place: &dyn Place) {
     let loaded = store.load().await.unwrap();
     let without_epoch = |map: &NodeMap| NodeMap { epoch: 0, ..map.clone() };
     assert!([&second, &failed].map(without_epoch).contains(&without_epoch(&loaded)), "{loaded:?}");
+    assert!(loaded.epoch >= failed.epoch);
+    assert_eq!(place.open().load().await.unwrap(), loaded);
 
     // Saving goes on after a failure.
-    let third = NodeMap { next_pool_id: 100, ..changed(&changed(&failed)) };
+    let third = NodeMap { next_pool_id: 100, ..changed(&loaded) };
     store.save(&third).await.unwrap();
     assert_eq!(place.open().load().await.unwrap(), third);
 }

@@ -18,7 +18,8 @@ use crate::target::Target;
 use crate::witness::NodeWitness;
 
 /// Stores a copy of the map on each target. The copy with the highest map epoch is valid. The witness
-/// has the epoch of the last saved map, so that older copies are recognised.
+/// has the epoch of the last saved map, so that older copies are recognised. It notes each epoch before a
+/// target receives a map with this epoch, so no two maps ever have the same epoch.
 pub(crate) struct TargetMapStore {
     pub(super) targets: Vec<Rc<Target>>,
     pub(super) witness: Arc<NodeWitness>,
@@ -109,8 +110,12 @@ impl MapStore for TargetMapStore {
     }
 
     fn save<'a>(&'a self, map: &'a NodeMap) -> LocalBoxFuture<'a, Result<(), MapUnsaved>> {
-        let may_be_found = self.targets.iter().any(|target| target.failure().is_none());
-        Box::pin(async move { self.save_copies(map).await.map_err(|why| MapUnsaved { why, may_be_found }) })
+        Box::pin(async move {
+            let begun = self.witness.begin_map(map.epoch).await;
+            begun.map_err(|why| MapUnsaved { why, may_be_found: false })?;
+            let may_be_found = self.targets.iter().any(|target| target.failure().is_none());
+            self.save_copies(map).await.map_err(|why| MapUnsaved { why, may_be_found })
+        })
     }
 
     /// Returns the targets that had no space for the map when the node started, and then the targets that

@@ -2,6 +2,7 @@
 //! tenants, users and rights, and the node's age. Each attack is mounted on all targets or on one.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::Bytes;
 use identity::{Caller, ProofKey};
@@ -126,6 +127,92 @@ async fn a_map_of_an_earlier_version_is_accepted_only_before_the_first_sealed_on
     node.restart();
     node.osd.take().unwrap().stop();
     assert_eq!(read_map(&*node.stores[0]).await[0], 5, "the start has sealed the map");
+}
+
+/// Returns the epoch of an encoded map: the number after the format and the seal.
+fn epoch(map: &Bytes) -> u64 {
+    let digits = map[33..].iter().scan(true, |goes_on, byte| {
+        let digit = goes_on.then_some(u64::from(byte & 0x7f));
+        *goes_on = byte & 0x80 != 0;
+        digit
+    });
+    digits.zip(0..).map(|(digit, place)| digit << (7 * place)).sum()
+}
+
+/// The host makes the first change after a start fail: it receives the map, and does not answer. Then the
+/// osd ends, and the host puts back the map from before on all targets. Returns this map, and the one
+/// that the host has kept.
+async fn fail_change_of_map(node: &mut Node) -> (Bytes, Bytes) {
+    // Without upkeep, the map does not change by itself.
+    node.config.upkeep_interval = Duration::from_secs(3600);
+    node.config.target_timeout = Duration::from_millis(200);
+    node.restart();
+    let base = read_map(&*node.stores[0]).await;
+    node.hold(true);
+    let grant = wire::AccessGrant { scope: wire::Scope::ALL, verbs: Verbs::ALL };
+    let grant = AdminRequest::Accounts(AccountRequest::Grant { user: USER.parse().unwrap(), grant });
+    let administrator = node.osd.as_ref().unwrap().administrator();
+    let failed = administrator.administer(Caller::process(), grant, false).await;
+    assert!(failed.is_err(), "{failed:?}");
+    let kept = read_map(&*node.stores[0]).await;
+    node.hold(false);
+    assert_eq!(verbs_of_user(node).await, [], "a failed change has no effect");
+    node.osd.take().unwrap().stop();
+    for store in &node.stores {
+        store.set_down(false);
+        write_map(&**store, base.clone()).await;
+    }
+    assert_ne!(kept, base, "the host has received the map");
+    (base, kept)
+}
+
+async fn refuses_maps(node: &Node, map: &Bytes) {
+    replace_maps(node, |_, _| map.clone()).await;
+    let refused = try_start(node).map(OsdServer::stop).unwrap_err();
+    assert!(matches!(refused, StartError::OldCopies { .. }), "epoch {}: {refused}", epoch(map));
+}
+
+#[tokio::test]
+async fn maps_that_the_host_has_kept_from_failed_changes_do_not_replace_a_later_map() {
+    let (mut node, _witness, _) = node_after_a_revocation().await;
+    // The kept map has the epoch that follows. After a start without a target, the epoch is far higher.
+    let (first, near) = fail_change_of_map(&mut node).await;
+    assert_eq!(epoch(&near), epoch(&first) + 1);
+    node.stores[1].set_down(true);
+    let (base, far) = fail_change_of_map(&mut node).await;
+    assert!(epoch(&far) > epoch(&base) + (1 << 32));
+
+    node.restart();
+    order(&node, AccountRequest::CreateTenant { name: "films".into() }).await;
+    node.osd.take().unwrap().stop();
+    let newest = read_map(&*node.stores[0]).await;
+    for kept in [&near, &far, &first, &base] {
+        refuses_maps(&node, kept).await;
+    }
+    replace_maps(&node, |_, _| newest.clone()).await;
+    node.restart();
+    assert_eq!(verbs_of_user(&node).await, []);
+}
+
+#[tokio::test]
+async fn a_start_with_the_last_saved_map_ends_the_use_of_a_kept_one() {
+    let (mut node, _witness, _) = node_after_a_revocation().await;
+    let (_, kept) = fail_change_of_map(&mut node).await;
+    node.restart();
+    node.osd.take().unwrap().stop();
+    refuses_maps(&node, &kept).await;
+}
+
+/// If the osd has ended while it saved a map, the next start may find only this map.
+#[tokio::test]
+async fn a_start_uses_a_map_whose_save_was_interrupted() {
+    let (mut node, _witness, _) = node_after_a_revocation().await;
+    let (base, kept) = fail_change_of_map(&mut node).await;
+    replace_maps(&node, |_, _| kept.clone()).await;
+    node.restart();
+    assert_eq!(verbs_of_user(&node).await, [Verbs::ALL]);
+    node.osd.take().unwrap().stop();
+    refuses_maps(&node, &base).await;
 }
 
 #[tokio::test]
