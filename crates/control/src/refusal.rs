@@ -13,6 +13,7 @@ pub(crate) fn status_of(error: &Error) -> Status {
         }
         Error::BadName(_) | Error::BadRequest(_) | Error::TooLarge { .. } => Code::InvalidArgument,
         Error::OutOfRange { .. } => Code::OutOfRange,
+        Error::NotPermitted { .. } | Error::NotAdministrator { .. } => Code::PermissionDenied,
         Error::Busy { .. } | Error::NoSpace { .. } => Code::ResourceExhausted,
         Error::Unavailable(_) | Error::TransferFailed(_) => Code::Unavailable,
         Error::Corrupt(_) | Error::WrongSize { .. } => Code::DataLoss,
@@ -42,6 +43,8 @@ mod tests {
             assert_eq!(error_in(&status), Some(error.clone()));
             assert_eq!(status.message(), error.to_string());
         }
+        let refused = Error::NotAdministrator { user: "t/u".into(), what: "arm faults".into() };
+        assert_eq!(status_of(&refused).code(), Code::PermissionDenied);
         assert_eq!(error_in(&Status::unavailable("the server is gone")), None);
     }
 }
