@@ -18,9 +18,12 @@ use std::time::Duration;
 
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
+use serde::{Deserialize, Serialize};
 
 /// Maximum number of faults that can be armed at a time.
-const MAX_ARMED: usize = 64;
+pub const ARMED_MAX: usize = 64;
+/// Maximum length of the text form of a fault, in bytes.
+const TEXT_MAX: usize = 256;
 /// Default delay of a stalled operation.
 const LATE: Duration = Duration::from_millis(500);
 
@@ -145,7 +148,15 @@ pub struct Fault {
     pub seed: u64,
 }
 
-/// Why a fault cannot be parsed or armed.
+/// The probability is never NaN.
+impl Eq for Fault {}
+
+/// Error: [`ARMED_MAX`] faults are armed already.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{ARMED_MAX} faults are armed already; disarm them with `outboard debug clear`")]
+pub struct TooManyFaults;
+
+/// Why a text is not a fault.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{what}; a fault is SITE=ACTION[,after=N][,count=N][,probability=P][,late=TIMEms][,seed=N], with {sites}",
@@ -160,6 +171,12 @@ impl FromStr for Fault {
 
     fn from_str(text: &str) -> Result<Fault, FaultError> {
         let error = |what: String| FaultError { what };
+        if text.len() > TEXT_MAX {
+            return Err(error(format!(
+                "the text has {} bytes, but at most {TEXT_MAX} are allowed",
+                text.len()
+            )));
+        }
         let mut parts = text.split(',').map(str::trim);
         let (site, action) = parts
             .next()
@@ -224,17 +241,26 @@ impl fmt::Display for Fault {
         if self.probability < 1.0 {
             write!(f, ",probability={}", self.probability)?;
         }
+        if self.seed > 0 {
+            write!(f, ",seed={}", self.seed)?;
+        }
         Ok(())
     }
 }
 
 /// Report of an armed fault.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Armed {
     /// Text form of the [`Fault`].
     pub fault: String,
     /// Number of times that the fault has fired.
     pub fired: u64,
+}
+
+impl fmt::Display for Armed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} (fired {})", self.fault, self.fired)
+    }
 }
 
 struct FaultSlot {
@@ -270,10 +296,10 @@ impl Faults {
     ///
     /// # Errors
     /// If too many faults are armed.
-    pub fn arm(&self, fault: Fault) -> Result<(), FaultError> {
+    pub fn arm(&self, fault: Fault) -> Result<(), TooManyFaults> {
         let mut slots = self.lock();
-        if slots.len() >= MAX_ARMED {
-            return Err(FaultError { what: format!("{MAX_ARMED} faults are armed already; clear them") });
+        if slots.len() >= ARMED_MAX {
+            return Err(TooManyFaults);
         }
         tracing::warn!("FAULT ARMED: {fault}");
         slots.push(FaultSlot { fault, occasions: 0, fired: 0, dice: SmallRng::seed_from_u64(fault.seed) });
@@ -281,10 +307,11 @@ impl Faults {
         Ok(())
     }
 
-    /// Disarms all faults.
-    pub fn clear(&self) {
-        self.lock().clear();
+    /// Disarms all faults. Returns the faults that were armed.
+    pub fn clear(&self) -> Vec<Armed> {
+        let mut slots = self.lock();
         self.0.any.store(false, Ordering::Release);
+        slots.drain(..).map(|slot| slot.report()).collect()
     }
 
     /// Returns true if any fault is armed.
@@ -296,7 +323,7 @@ impl Faults {
     /// Returns the armed faults.
     #[must_use]
     pub fn armed(&self) -> Vec<Armed> {
-        self.lock().iter().map(|s| Armed { fault: s.fault.to_string(), fired: s.fired }).collect()
+        self.lock().iter().map(FaultSlot::report).collect()
     }
 
     /// Returns the number of times that the armed faults of a site have fired.
@@ -331,6 +358,10 @@ impl Faults {
 }
 
 impl FaultSlot {
+    fn report(&self) -> Armed {
+        Armed { fault: self.fault.to_string(), fired: self.fired }
+    }
+
     fn fires(&mut self) -> Option<Fault> {
         let spent = self.fault.count.is_some_and(|count| self.fired >= count);
         if spent || self.occasions <= self.fault.after || !self.dice.random_bool(self.fault.probability) {
@@ -360,6 +391,7 @@ mod tests {
             "dma.doorbell=drop,count=1",
             "store.call=kill,probability=0.5",
             "ec.offload=stall,late=20ms",
+            "dma.transfer=fail,probability=0.5,seed=7",
         ] {
             assert_eq!(text.parse::<Fault>().unwrap().to_string(), text);
         }
@@ -374,6 +406,18 @@ mod tests {
         ] {
             assert!(text.parse::<Fault>().is_err(), "{text}");
         }
+        let refused = format!("dma.transfer=fail{}", ",count=1".repeat(1000)).parse::<Fault>().unwrap_err();
+        assert!(refused.to_string().len() < 2000, "the error does not repeat a long text: {refused}");
+    }
+
+    #[test]
+    fn a_process_has_at_most_64_armed_faults() {
+        let faults = Faults::default();
+        let fault: Fault = "dma.transfer=fail".parse().unwrap();
+        (0..ARMED_MAX).for_each(|_| faults.arm(fault).unwrap());
+        assert_eq!(faults.arm(fault), Err(TooManyFaults));
+        assert_eq!(faults.clear().len(), ARMED_MAX);
+        faults.arm(fault).unwrap();
     }
 
     #[test]

@@ -1,8 +1,9 @@
 //! The conversion between administrative requests and the messages of gRPC.
 
+use base::fault::Armed;
 use wire::{
-    AccessGrant, AdminReply, AdminRequest, Error, PoolInfo, PoolLoss, Redundancy, SessionInfo, TenantInfo,
-    UserInfo,
+    AccessGrant, AdminReply, AdminRequest, ChannelTuning, Error, PoolInfo, PoolLoss, Redundancy, Role,
+    SessionInfo, TenantInfo, TuningChange, UserInfo,
 };
 
 use crate::proto;
@@ -142,6 +143,49 @@ impl From<SessionInfo> for proto::Session {
 pub(crate) fn session_info(session: proto::Session) -> Result<SessionInfo, BadAnswer> {
     let proto::Session { id, user, peer, opened_ms, connections } = session;
     Ok(SessionInfo { id: id.parse().map_err(BadAnswer)?, user, peer, opened_ms, connections })
+}
+
+impl From<Armed> for proto::ArmedFault {
+    fn from(armed: Armed) -> proto::ArmedFault {
+        let Armed { fault, fired } = armed;
+        proto::ArmedFault { fault, fired }
+    }
+}
+
+/// Reads the faults of a process of an answer.
+pub(crate) fn faults(role: &str, faults: Vec<proto::ArmedFault>) -> Result<AdminReply, BadAnswer> {
+    let known = [Role::Osd, Role::Node].into_iter().find(|known| known.as_str() == role);
+    let role = known.ok_or_else(|| BadAnswer(format!("the role {role:?} is unknown")))?;
+    let armed = |proto::ArmedFault { fault, fired }| Armed { fault, fired };
+    Ok(AdminReply::Faults { role, armed: faults.into_iter().map(armed).collect() })
+}
+
+impl From<TuningChange> for proto::TuneChannelRequest {
+    fn from(change: TuningChange) -> proto::TuneChannelRequest {
+        let TuningChange { pipeline, region_cache, max_transfer, dma_queues, poll_us } = change;
+        proto::TuneChannelRequest { pipeline, region_cache, max_transfer, dma_queues, poll_us }
+    }
+}
+
+impl From<proto::TuneChannelRequest> for TuningChange {
+    fn from(request: proto::TuneChannelRequest) -> TuningChange {
+        let proto::TuneChannelRequest { pipeline, region_cache, max_transfer, dma_queues, poll_us } = request;
+        TuningChange { pipeline, region_cache, max_transfer, dma_queues, poll_us }
+    }
+}
+
+impl From<ChannelTuning> for proto::TuneChannelResponse {
+    fn from(tuning: ChannelTuning) -> proto::TuneChannelResponse {
+        let ChannelTuning { pipeline, region_cache, max_transfer, dma_queues, poll_us } = tuning;
+        proto::TuneChannelResponse { pipeline, region_cache, max_transfer, dma_queues, poll_us }
+    }
+}
+
+impl From<proto::TuneChannelResponse> for ChannelTuning {
+    fn from(tuning: proto::TuneChannelResponse) -> ChannelTuning {
+        let proto::TuneChannelResponse { pipeline, region_cache, max_transfer, dma_queues, poll_us } = tuning;
+        ChannelTuning { pipeline, region_cache, max_transfer, dma_queues, poll_us }
+    }
 }
 
 /// Returns the error for a reply that does not match its request.

@@ -14,9 +14,12 @@ use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Status};
 use wire::{AccountRequest, AdminReply, AdminRequest, PoolInfo, PoolLoss, UserInfo};
 
-use crate::calls::{BadAnswer, pool_info, pool_loss, session_info, stripe_unit, tenant_info, user_info};
+use crate::calls::{
+    BadAnswer, faults, pool_info, pool_loss, session_info, stripe_unit, tenant_info, user_info,
+};
 use crate::proto::accounts_client::AccountsClient;
 use crate::proto::capabilities_client::CapabilitiesClient;
+use crate::proto::debug_client::DebugClient;
 use crate::proto::node_client::NodeClient;
 use crate::proto::pools_client::PoolsClient;
 use crate::proto::sessions_client::SessionsClient;
@@ -313,6 +316,26 @@ async fn call(channel: Channel, request: AdminRequest, repeated: bool) -> Result
             let answer = CapabilitiesClient::new(channel).get_caller(proto::GetCallerRequest {}).await?;
             let user = answer.into_inner().user.ok_or_else(|| BadAnswer("the user is missing".into()))?;
             AdminReply::Me(Box::new(user_info(user)?))
+        }
+        AdminRequest::ArmFault(fault) => {
+            let request = proto::ArmFaultRequest { fault: fault.to_string(), repeated };
+            DebugClient::new(channel).arm_fault(request).await?;
+            AdminReply::Done
+        }
+        AdminRequest::ListFaults => {
+            let answer = DebugClient::new(channel).list_faults(proto::ListFaultsRequest {}).await?;
+            let proto::ListFaultsResponse { role, faults: armed } = answer.into_inner();
+            faults(&role, armed)?
+        }
+        AdminRequest::ClearFaults => {
+            let answer = DebugClient::new(channel).clear_faults(proto::ClearFaultsRequest {}).await?;
+            let proto::ClearFaultsResponse { role, faults: armed } = answer.into_inner();
+            faults(&role, armed)?
+        }
+        AdminRequest::TuneChannel(change) => {
+            let request = proto::TuneChannelRequest::from(change);
+            let answer = DebugClient::new(channel).tune_channel(request).await?;
+            AdminReply::Tuned(answer.into_inner().into())
         }
     })
 }

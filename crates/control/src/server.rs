@@ -27,6 +27,7 @@ use wire::{AdminReply, AdminRequest};
 
 use crate::proto::accounts_server::AccountsServer;
 use crate::proto::capabilities_server::CapabilitiesServer;
+use crate::proto::debug_server::DebugServer;
 use crate::proto::node_server::NodeServer;
 use crate::proto::pools_server::PoolsServer;
 use crate::proto::sessions_server::SessionsServer;
@@ -185,6 +186,7 @@ async fn serve(
     let targets = TargetsServer::new(services.clone()).max_decoding_message_size(REQUEST_BYTES_MAX);
     let accounts = AccountsServer::new(services.clone()).max_decoding_message_size(REQUEST_BYTES_MAX);
     let sessions = SessionsServer::new(services.clone()).max_decoding_message_size(REQUEST_BYTES_MAX);
+    let debug = DebugServer::new(services.clone()).max_decoding_message_size(REQUEST_BYTES_MAX);
     let capabilities = CapabilitiesServer::new(services).max_decoding_message_size(REQUEST_BYTES_MAX);
     let (health, healthy) = tonic_health::server::health_reporter();
     health.set_serving::<NodeServer<Services>>().await;
@@ -204,6 +206,7 @@ async fn serve(
         .add_service(InterceptedService::new(accounts, guard.clone()))
         .add_service(InterceptedService::new(capabilities, guard.clone()))
         .add_service(InterceptedService::new(sessions, guard.clone()))
+        .add_service(InterceptedService::new(debug, guard.clone()))
         .add_service(InterceptedService::new(healthy, guard.clone()))
         .add_service(InterceptedService::new(reflection, guard))
         .serve_with_incoming(incoming);

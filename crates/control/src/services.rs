@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use base::fault::Fault;
 use bytes::Bytes;
 use identity::Caller;
 use tonic::{Request, Response, Status};
@@ -9,7 +10,8 @@ use wire::{AccessGrant, AccountName, AccountRequest, AdminReply, AdminRequest, E
 
 use crate::calls::{redundancy, unexpected};
 use crate::proto::{
-    self, accounts_server, capabilities_server, node_server, pools_server, sessions_server, targets_server,
+    self, accounts_server, capabilities_server, debug_server, node_server, pools_server, sessions_server,
+    targets_server,
 };
 use crate::refusal::status_of;
 use crate::server::Administrator;
@@ -388,6 +390,55 @@ impl capabilities_server::Capabilities for Services {
                 Ok(Response::new(proto::GetCallerResponse { user: Some(proto::User::from(*user)) }))
             }
             other => Err(status_of(&unexpected(&AdminRequest::WhoAmI, &other))),
+        }
+    }
+}
+
+#[tonic::async_trait]
+impl debug_server::Debug for Services {
+    async fn arm_fault(&self, call: Request<proto::ArmFaultRequest>) -> GrpcAnswer<proto::ArmFaultResponse> {
+        let caller = caller_of(&call)?;
+        let proto::ArmFaultRequest { fault, repeated } = call.into_inner();
+        let fault = fault.parse::<Fault>().map_err(|e| bad(e, "fault"))?;
+        self.order(caller, AdminRequest::ArmFault(fault), repeated).await?;
+        Ok(Response::new(proto::ArmFaultResponse {}))
+    }
+
+    async fn list_faults(
+        &self,
+        call: Request<proto::ListFaultsRequest>,
+    ) -> GrpcAnswer<proto::ListFaultsResponse> {
+        match self.ask(caller_of(&call)?, AdminRequest::ListFaults, false).await? {
+            AdminReply::Faults { role, armed } => {
+                let faults = armed.into_iter().map(proto::ArmedFault::from).collect();
+                Ok(Response::new(proto::ListFaultsResponse { role: role.as_str().to_owned(), faults }))
+            }
+            other => Err(status_of(&unexpected(&AdminRequest::ListFaults, &other))),
+        }
+    }
+
+    async fn clear_faults(
+        &self,
+        call: Request<proto::ClearFaultsRequest>,
+    ) -> GrpcAnswer<proto::ClearFaultsResponse> {
+        match self.ask(caller_of(&call)?, AdminRequest::ClearFaults, false).await? {
+            AdminReply::Faults { role, armed } => {
+                let faults = armed.into_iter().map(proto::ArmedFault::from).collect();
+                Ok(Response::new(proto::ClearFaultsResponse { role: role.as_str().to_owned(), faults }))
+            }
+            other => Err(status_of(&unexpected(&AdminRequest::ClearFaults, &other))),
+        }
+    }
+
+    async fn tune_channel(
+        &self,
+        call: Request<proto::TuneChannelRequest>,
+    ) -> GrpcAnswer<proto::TuneChannelResponse> {
+        let caller = caller_of(&call)?;
+        let request = AdminRequest::TuneChannel(call.into_inner().into());
+        match self.ask(caller, request.clone(), false).await? {
+            AdminReply::Tuned(tuning) => Ok(Response::new(tuning.into())),
+            other => Err(status_of(&unexpected(&request, &other))),
         }
     }
 }

@@ -5,14 +5,15 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use base::BoxFuture;
+use base::fault::Armed;
 use control::{Administrator, ControlClient, ControlError, ControlListener, ControlServer};
 use identity::{Caller, Identity, IdentityError, KeyHash, Trust, UserDirectory, UserName};
 use wire::AccountRequest::{
     CreateTenant, CreateUser, Grant, ListTenants, ListUsers, RemoveTenant, RemoveUser, Revoke,
 };
 use wire::{
-    AccountName, AdminReply, AdminRequest, Error, PoolInfo, PoolLoss, Redundancy, ScrubStatus, SessionId,
-    SessionInfo, TenantInfo, UserInfo, Verbs,
+    AccountName, AdminReply, AdminRequest, ChannelTuning, Error, PoolInfo, PoolLoss, Redundancy, Role,
+    ScrubStatus, SessionId, SessionInfo, TenantInfo, TuningChange, UserInfo, Verbs,
 };
 
 /// An administrator that records the requests and answers from a list.
@@ -109,6 +110,17 @@ async fn every_request_and_every_reply_arrives_unchanged() {
         opened_ms: 3,
         connections: 2,
     };
+    let fault = "dma.transfer=stall,late=20ms,after=3,count=2,probability=0.25,seed=9";
+    let armed = Armed { fault: fault.into(), fired: 5 };
+    let tuning =
+        ChannelTuning { pipeline: true, region_cache: 64, max_transfer: 1 << 21, dma_queues: 5, poll_us: 50 };
+    let change = TuningChange {
+        pipeline: Some(false),
+        region_cache: Some(0),
+        max_transfer: Some(4096),
+        dma_queues: Some(1),
+        poll_us: Some(0),
+    };
     let calls = [
         (
             AdminRequest::PoolCreate { name: name(), pg_count: 8, redundancy, tenant: Some("t".into()) },
@@ -139,6 +151,11 @@ async fn every_request_and_every_reply_arrives_unchanged() {
         (AdminRequest::KillSession(SessionId(7)), AdminReply::Done),
         (AdminRequest::Audit { limit: 3 }, AdminReply::Audit(vec!["{}".into()])),
         (AdminRequest::WhoAmI, AdminReply::Me(Box::new(user()))),
+        (AdminRequest::ArmFault(fault.parse().unwrap()), AdminReply::Done),
+        (AdminRequest::ListFaults, AdminReply::Faults { role: Role::Node, armed: vec![] }),
+        (AdminRequest::ClearFaults, AdminReply::Faults { role: Role::Osd, armed: vec![armed] }),
+        (AdminRequest::TuneChannel(change), AdminReply::Tuned(tuning)),
+        (AdminRequest::TuneChannel(TuningChange::default()), AdminReply::Tuned(tuning)),
         (accounts(CreateTenant { name: "t".into() }), AdminReply::Done),
         (accounts(RemoveTenant { name: "t".into() }), AdminReply::Done),
         (accounts(ListTenants), AdminReply::Tenants(vec![tenant])),

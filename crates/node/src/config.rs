@@ -12,12 +12,11 @@ use std::time::Duration;
 use base::fault::{Fault, FaultError};
 use messenger::{ReceiveQueueKind, StackChoice, StackOptions};
 use serde::Deserialize;
-use wire::{CodingMode, CodingOffload, Placement};
+use wire::{ChannelTuning, CodingMode, CodingOffload, Placement};
 
 use super::cpus::{Cpus, ThreadCount};
-use super::debug::ChannelTuning;
 use super::machine_memory::machine_memory;
-use super::units::{ByteSize, MemoryAmount, OutOfRange, Period};
+use super::units::{self, ByteSize, MemoryAmount, OutOfRange, Period};
 
 const MIB: u64 = 1 << 20;
 
@@ -192,11 +191,24 @@ impl ChannelSection {
     pub fn tuning(&self) -> ChannelTuning {
         ChannelTuning {
             pipeline: true,
-            region_cache: self.region_cache,
-            max_transfer: self.max_transfer,
-            dma_queues: self.queues,
+            region_cache: self.region_cache as u64,
+            max_transfer: self.max_transfer.0,
+            dma_queues: self.queues as u64,
             poll_us: self.poll_us,
         }
+    }
+
+    /// Checks that the values of a tuning are valid. The same limits apply to the configuration.
+    ///
+    /// # Errors
+    /// The error names the first value that is not allowed.
+    pub fn check_tuning(tuning: &ChannelTuning) -> Result<(), OutOfRange> {
+        units::within("channel.region_cache", tuning.region_cache, ChannelSection::REGION_CACHE)?;
+        units::within("channel.max_transfer", tuning.max_transfer, ChannelSection::MAX_TRANSFER)?;
+        let (max_transfer, unit) = (ByteSize(tuning.max_transfer), ChannelSection::MAX_TRANSFER_UNIT);
+        units::multiple("channel.max_transfer", max_transfer, unit)?;
+        units::within("channel.queues", tuning.dma_queues, ChannelSection::QUEUES)?;
+        units::within("channel.poll_us", tuning.poll_us, ChannelSection::POLL_US)
     }
 }
 
@@ -530,7 +542,7 @@ impl Config {
     /// # Errors
     /// If values contradict each other, or if a value of the channel is out of range.
     pub(crate) fn check(&self) -> Result<(), NotPossible> {
-        self.channel.tuning().check()?;
+        ChannelSection::check_tuning(&self.channel.tuning())?;
         let SuperviseSection { backoff_min: min, backoff_max: max, .. } = self.supervise;
         if min > max {
             return Err(NotPossible::Backoff { min, max });

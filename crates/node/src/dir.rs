@@ -11,7 +11,7 @@
 //! DIR/run/lock             locked while the node runs; contains the supervisor's pid
 //! DIR/run/state.json       state of the processes, for `status` and for finding the endpoint
 //! DIR/run/store.sock       control socket between osd and store
-//! DIR/run/ROLE.debug       debug socket of a role
+//! DIR/run/store.debug      debug socket of the store
 //! DIR/log/ROLE.log         logs of the roles
 //! ```
 //!
@@ -34,6 +34,9 @@ use super::durable::{create_directory, sync_parent};
 /// the relative path suffices. It fits into the 107 bytes of a UNIX socket's address, however long
 /// the path of the directory is.
 pub const STORE_SOCKET: &str = "run/store.sock";
+
+/// Path of the debug socket of the store, relative to the node's directory.
+pub const DEBUG_SOCKET: &str = "run/store.debug";
 
 /// Path of the record of a first `up`, relative to the node's directory; see [`NodeDir::making`].
 const MAKING: &str = "making.json";
@@ -193,9 +196,9 @@ impl NodeDir {
         self.root.join(format!("log/{role}.log"))
     }
 
-    /// Returns the path of a role's debug socket.
-    pub fn debug_socket(&self, role: &str) -> PathBuf {
-        self.root.join(format!("run/{role}.debug"))
+    /// Returns the path of the store's debug socket.
+    pub fn debug_socket(&self) -> PathBuf {
+        self.root.join(DEBUG_SOCKET)
     }
 
     fn lock_path(&self) -> PathBuf {

@@ -170,7 +170,6 @@ impl Keeper {
         let log = logging::open_file(&spec.log, spec.log_max)?;
         let mut command = Command::new(&spec.program);
         command.arg0("outboard").args(&spec.args).args(["--supervisor", &std::process::id().to_string()]);
-        command.args(["--debug-socket", &format!("run/{}.debug", spec.role.as_str())]);
         command.args(["--metrics", self.metrics.as_ref().unwrap_or(&spec.metrics)]);
         if let Some(listen) = &spec.listen {
             command.args(["--listen", listen]);

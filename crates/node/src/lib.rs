@@ -13,6 +13,7 @@ pub mod config;
 pub mod config_file;
 pub mod cpus;
 pub mod debug;
+pub mod debug_socket;
 pub mod descriptors;
 pub mod dir;
 pub mod durable;

@@ -397,10 +397,9 @@ impl NodeReport {
         }
     }
 
-    /// Returns the running roles whose faults are missing from the osd's answer.
-    pub fn reticent_roles(&self) -> Vec<Role> {
-        let there = self.processes.iter().filter(|p| p.pid.is_some()).map(|p| p.role);
-        there.filter(|role| matches!(role, Role::Store | Role::Node)).collect()
+    /// Returns whether a store runs in a process of its own on this machine.
+    pub fn has_store(&self) -> bool {
+        self.processes.iter().any(|process| process.role == Role::Store && process.pid.is_some())
     }
 
     /// Adds an armed fault of a role to the report's problems.

@@ -17,21 +17,21 @@ use channel::{DmaEngine, MemoryLayout, Profile, SeatClaim, ShmEngine, ShmOptions
 use identity::{ProofKey, Trust};
 use messenger::{NetworkStack, UseAs};
 use osd::{
-    AuditAt, AuditSink, Directory, FirstShard, FurtherShard, OffloadSource, OsdConfig, ShardResources,
-    StripesAt, UsageSource,
+    AuditAt, AuditSink, DebugAt, Directory, FirstShard, FurtherShard, OffloadSource, OsdConfig,
+    ShardResources, StripesAt, UsageSource,
 };
 use proxy::{Attachment, AttachmentOptions, StoreEndpoint};
 use store::ObjectStore;
 use store::stripes::Engines;
 use tokio::sync::oneshot;
 use uuid::Uuid;
-use wire::Placement;
 use wire::limits::MAX_SHARDS;
+use wire::{ChannelTuning, Placement};
 
 use super::announce::Ready;
 use super::coding;
 use super::config::{self, Config};
-use super::debug::{ChannelTuning, Controls};
+use super::debug::Controls;
 use crate::failure::{Doing, Failure, Result};
 use crate::roster::ExpectedNode;
 use crate::witness_file::WitnessFile;
@@ -238,10 +238,10 @@ fn start_engine(
 
 fn attachment_tuning(tuning: ChannelTuning) -> proxy::DmaTuning {
     proxy::DmaTuning {
-        queues: tuning.dma_queues,
-        region_cache: tuning.region_cache,
+        queues: tuning.dma_queues as usize,
+        region_cache: tuning.region_cache as usize,
         poll: Duration::from_micros(tuning.poll_us),
-        max_transfer: Some(tuning.max_transfer.0 as usize),
+        max_transfer: Some(tuning.max_transfer as usize),
     }
 }
 
@@ -304,6 +304,7 @@ async fn open(common: &ShardCommon, number: u16) -> Result<OpenShard> {
         users: common.users.clone(),
         audit: AuditAt(Some(Arc::clone(&common.audit))),
         control: Some(common.control.to_string()),
+        debug: DebugAt(Some(Arc::new(common.controls.clone()))),
         orphan_grace: config.osd.orphan_grace.0,
         collect_interval: config.osd.collect_interval.0,
         requests_per_connection: config.osd.requests_per_connection,

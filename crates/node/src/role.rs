@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Duration;
 
+use base::fault::Faults;
 use base::thread::ThreadClass;
 use clap::Args;
 use rustix::process::{Pid, Signal};
@@ -14,7 +15,6 @@ use tokio::signal::unix::{SignalKind, signal};
 use super::announce::{self, Announcement, Ready};
 use super::config::Config;
 use super::config_file;
-use super::debug::Controls;
 use super::state::Role;
 use super::watchdog::Heartbeat;
 use super::{descriptors, logging, metrics};
@@ -29,24 +29,20 @@ pub struct RoleArgs {
     /// Address for Prometheus metrics [default: metrics.listen of the configuration]
     #[arg(long, value_name = "ADDR")]
     pub metrics: Option<String>,
-    /// Path of a UNIX socket for arming faults and tuning the channel while the role runs [default:
-    /// no socket]
-    #[arg(long, value_name = "PATH")]
-    pub debug_socket: Option<PathBuf>,
     /// Pid of the supervisor; the role ends when that process ends
     #[arg(long, value_name = "PID", hide = true)]
     pub supervisor: Option<u32>,
 }
 
-/// The environment that [`run`] sets up for a role: configuration, metrics, controls and heartbeat.
+/// The environment that [`run`] sets up for a role: configuration, metrics, faults and heartbeat.
 #[derive(Debug)]
 pub struct RoleProcess {
     /// The configuration of the process.
     pub config: Config,
     /// Address of the process's metrics.
     pub metrics: String,
-    /// The settings that can change while the process runs.
-    pub controls: Controls,
+    /// The faults of the process.
+    pub faults: Faults,
     /// Sender of heartbeats for the role's event loops; `None` without a supervisor, or if the
     /// watchdog is switched off.
     pub heartbeat: Option<Heartbeat>,
@@ -138,15 +134,9 @@ fn set_up(role: Role, args: &RoleArgs) -> Result<RoleProcess> {
         Err(e) => return Err(Failure::new(format!("serving metrics at {listen}"), with_remedy(&e))),
     };
     tracing::info!(role = role.as_str(), pid = std::process::id(), metrics, "started");
-    let controls = Controls::default();
+    let faults = Faults::default();
     for fault in config.faults().doing("reading debug.faults")? {
-        controls.faults().arm(fault).doing("arming a fault of debug.faults")?;
-    }
-    if let Some(path) = &args.debug_socket {
-        controls.serve(path).map_err(|e| {
-            let why = format!("{e}; choose another path with --debug-socket, or none");
-            Failure::new(format!("serving the debug socket {}", path.display()), why)
-        })?;
+        faults.arm(fault).doing("arming a fault of debug.faults")?;
     }
     let heartbeat = match args.supervisor {
         Some(_) => {
@@ -156,7 +146,7 @@ fn set_up(role: Role, args: &RoleArgs) -> Result<RoleProcess> {
         None => None,
     };
     let is_supervised = args.supervisor.is_some();
-    Ok(RoleProcess { config, metrics, controls, heartbeat, is_supervised })
+    Ok(RoleProcess { config, metrics, faults, heartbeat, is_supervised })
 }
 
 /// Prepares the process for libfabric, which it may load later. A program must call this function

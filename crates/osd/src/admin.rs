@@ -168,6 +168,25 @@ impl Osd {
             AdminRequest::WhoAmI => {
                 return Ok(AdminReply::Me(Box::new(self.who_am_i(caller, &grant.rights)?)));
             }
+            AdminRequest::ArmFault(fault) => {
+                let controls = self.shard.config.debug.controls()?;
+                // The process may have restarted since the earlier attempt, which disarms the fault.
+                let is_armed = || controls.armed().iter().any(|armed| armed.fault == fault.to_string());
+                if !is_repeated || !is_armed() {
+                    controls.arm(fault)?;
+                }
+            }
+            AdminRequest::ListFaults => {
+                let controls = self.shard.config.debug.controls()?;
+                return Ok(AdminReply::Faults { role: controls.role(), armed: controls.armed() });
+            }
+            AdminRequest::ClearFaults => {
+                let controls = self.shard.config.debug.controls()?;
+                return Ok(AdminReply::Faults { role: controls.role(), armed: controls.clear() });
+            }
+            AdminRequest::TuneChannel(change) => {
+                return Ok(AdminReply::Tuned(self.shard.config.debug.controls()?.tune(change)?));
+            }
         }
         Ok(AdminReply::Done)
     }
@@ -185,7 +204,10 @@ fn audited(request: &AdminRequest) -> (Option<AuditKind>, String) {
         | AdminRequest::Scrub { start: true, .. }
         | AdminRequest::SetRebuildRate(_)
         | AdminRequest::SetCodingMode(_)
-        | AdminRequest::CollectOrphans { .. } => Some(AuditKind::Changed),
+        | AdminRequest::CollectOrphans { .. }
+        | AdminRequest::ArmFault(_)
+        | AdminRequest::ClearFaults
+        | AdminRequest::TuneChannel(_) => Some(AuditKind::Changed),
         AdminRequest::Accounts(AccountRequest::ListTenants | AccountRequest::ListUsers { .. }) => None,
         AdminRequest::Accounts(_) => Some(AuditKind::Changed),
         AdminRequest::IssueCapability { .. } => Some(AuditKind::Issued),
@@ -197,6 +219,7 @@ fn audited(request: &AdminRequest) -> (Option<AuditKind>, String) {
         | AdminRequest::Usage
         | AdminRequest::WhoAmI
         | AdminRequest::ListSessions
+        | AdminRequest::ListFaults
         | AdminRequest::Audit { .. } => None,
     };
     (kind, described(request))
@@ -246,6 +269,10 @@ fn described(request: &AdminRequest) -> String {
         AdminRequest::WhoAmI => "show the caller".into(),
         AdminRequest::ListSessions => "list sessions".into(),
         AdminRequest::Audit { .. } => "show the audit log".into(),
+        AdminRequest::ArmFault(fault) => format!("arm the fault {fault}"),
+        AdminRequest::ListFaults => "list armed faults".into(),
+        AdminRequest::ClearFaults => "disarm all faults".into(),
+        AdminRequest::TuneChannel(change) => format!("tune the channel: {change}"),
         AdminRequest::Accounts(request) => match request {
             AccountRequest::CreateTenant { name } => format!("create tenant {name}"),
             AccountRequest::ListTenants => "list tenants".into(),

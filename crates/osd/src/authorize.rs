@@ -335,6 +335,10 @@ fn admin_need(request: &AdminRequest) -> AdminNeed<'_> {
         AdminRequest::ListSessions => AdminNeed::Tenant(None, "list sessions"),
         AdminRequest::KillSession(_) => AdminNeed::Tenant(None, "end sessions"),
         AdminRequest::Audit { .. } => AdminNeed::Node("read the audit log"),
+        AdminRequest::ArmFault(_) => AdminNeed::Node("arm faults"),
+        AdminRequest::ListFaults => AdminNeed::Node("list armed faults"),
+        AdminRequest::ClearFaults => AdminNeed::Node("disarm faults"),
+        AdminRequest::TuneChannel(_) => AdminNeed::Node("tune the channel"),
         AdminRequest::Accounts(request) => match request {
             AccountRequest::CreateTenant { .. } => AdminNeed::Node("create tenants"),
             AccountRequest::RemoveTenant { .. } => AdminNeed::Node("remove tenants"),

@@ -12,6 +12,7 @@ use identity::ProofKey;
 use uuid::Uuid;
 
 use crate::audit_log::AuditAt;
+use crate::debug_controls::DebugAt;
 use crate::directory::Directory;
 use wire::{OffloadStatus, Placement};
 
@@ -103,6 +104,8 @@ pub struct OsdConfig {
     pub audit: AuditAt,
     /// Address of the node's control plane, which the osd tells its clients.
     pub control: Option<String>,
+    /// Faults and switches of the process.
+    pub debug: DebugAt,
 }
 
 /// Schedule of the probes that the osd sends to a failed target. Placement groups do not use the
@@ -213,6 +216,7 @@ impl Default for OsdConfig {
             users: Directory::default(),
             audit: AuditAt::default(),
             control: None,
+            debug: DebugAt::default(),
         }
     }
 }

@@ -15,11 +15,29 @@ struct Node {
 
 impl Node {
     fn up() -> Node {
+        Node::up_with("dpu")
+    }
+
+    fn up_with(placement: &str) -> Node {
         let node = Node { dir: tempfile::tempdir().unwrap() };
         let up = ["up", "--detach", "--listen", "127.0.0.1:0", "--targets", "1", "--target-size", "192MiB"];
-        node.ok(&[&up[..], &["--placement", "dpu"]].concat());
+        node.ok(&[&up[..], &["--placement", placement]].concat());
         node.ok(&["pool", "create", "p"]);
         node
+    }
+
+    /// Runs a command on another machine, which has only a credential file.
+    fn remote(&self, credentials: &str, args: &[&str]) -> Output {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_outboard"));
+        command.args(args).env("OUTBOARD_ENDPOINT", self.status()["endpoint"].as_str().unwrap());
+        command.env("OUTBOARD_CREDENTIALS", self.dir.path().join(credentials));
+        command.env("OUTBOARD_DIR", self.dir.path().join("nowhere")).output().unwrap()
+    }
+
+    fn remote_ok(&self, args: &[&str]) -> Output {
+        let output = self.remote("credentials.toml", args);
+        assert!(output.status.success(), "{args:?}: {}", said(&output));
+        output
     }
 
     fn outboard(&self, args: &[&str]) -> Output {
@@ -91,6 +109,10 @@ impl Drop for Node {
     fn drop(&mut self) {
         let _ = self.outboard(&["down"]);
     }
+}
+
+fn said(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
 }
 
 fn noise(seed: u64, len: usize) -> Vec<u8> {
@@ -206,4 +228,82 @@ fn mechanisms_of_the_channel_can_be_switched_off_and_on_again() {
     let log = std::fs::read_to_string(node.dir.path().join("log/osd.log")).unwrap();
     let last = log.lines().rfind(|l| l.contains("the tuning of the channel has changed")).unwrap();
     assert!(last.contains("pipeline: true") && last.contains("dma_queues: 5,"), "{last}");
+}
+
+#[test]
+fn administrators_of_the_node_arm_faults_of_the_osd_from_other_machines() {
+    let node = Node::up();
+    let fault = "dma.transfer=fail,after=1000000,count=1";
+    node.remote_ok(&["debug", "fault", fault]);
+    node.ok(&["debug", "fault", "store.call=kill,after=1000000"]);
+    let listed = |output: &Output| -> Vec<(String, String)> {
+        let rows: Value = serde_json::from_slice(&output.stdout).unwrap();
+        let text = |value: &Value| value.as_str().unwrap().to_owned();
+        rows.as_array().unwrap().iter().map(|row| (text(&row["role"]), text(&row["fault"]))).collect()
+    };
+    let there = node.remote_ok(&["debug", "faults", "--json"]);
+    assert_eq!(listed(&there), [("osd".into(), fault.into())]);
+    assert!(said(&there).contains("the faults of the store's process are not included"), "{}", said(&there));
+    let here = node.outboard(&["debug", "faults", "--json"]);
+    assert_eq!(
+        listed(&here),
+        [("store".into(), "store.call=kill,after=1000000".into()), ("osd".into(), fault.into())]
+    );
+    assert!(said(&here).is_empty(), "{}", said(&here));
+
+    let refused = node.remote("credentials.toml", &["debug", "fault", "drive.write=fail,count=1"]);
+    assert_eq!(refused.status.code(), Some(1));
+    let run = "on the machine of the store, run \"outboard debug fault drive.write=fail,count=1 --dir DIR\"";
+    assert!(said(&refused).contains(run), "{}", said(&refused));
+
+    let guest = node.dir.path().join("guest.toml");
+    node.ok(&["user", "create", "main/guest", "--credentials", guest.to_str().unwrap()]);
+    node.ok(&["grant", "main/guest", "--pool", "p", "--rights", "read,write,list,admin"]);
+    for (args, what) in [
+        (&["debug", "fault", "osd.reply=kill"][..], "arm faults"),
+        (&["debug", "faults"], "list armed faults"),
+        (&["debug", "clear"], "disarm faults"),
+        (&["debug", "tune"], "tune the channel"),
+    ] {
+        let refused = node.remote("guest.toml", args);
+        assert_eq!(refused.status.code(), Some(3), "{args:?}: {}", said(&refused));
+        let why = format!("main/guest may not {what}; only an administrator of the node may");
+        assert!(said(&refused).contains(&why), "{args:?}: {}", said(&refused));
+    }
+    assert_eq!(Node::process(&node.status(), "osd").1, 0, "the osd was killed");
+
+    node.remote_ok(&["debug", "tune", "--no-pipeline"]);
+    node.remote_ok(&["debug", "clear"]);
+    assert_eq!(listed(&node.outboard(&["debug", "faults", "--json"])).len(), 1, "the store's fault remains");
+    node.ok(&["debug", "clear"]);
+    assert_eq!(listed(&node.outboard(&["debug", "faults", "--json"])), []);
+    let audit: Vec<Value> = serde_json::from_str(&node.ok(&["audit", "--json"])).unwrap();
+    for (event, user, what) in [
+        ("changed", "main/admin", &*format!("arm the fault {fault}")),
+        ("failed", "main/admin", "arm the fault drive.write=fail,count=1"),
+        ("refused", "main/guest", "arm the fault osd.reply=kill"),
+        ("refused", "main/guest", "list armed faults"),
+        ("changed", "main/admin", "tune the channel: pipeline=false"),
+        ("changed", "main/admin", "disarm all faults"),
+    ] {
+        let is_noted =
+            |entry: &Value| entry["event"] == event && entry["user"] == user && entry["what"] == what;
+        assert!(audit.iter().any(is_noted), "{event}: {what}: {audit:#?}");
+    }
+}
+
+#[test]
+fn in_host_placement_the_control_plane_arms_faults_of_the_whole_node() {
+    let node = Node::up_with("host");
+    node.remote_ok(&["debug", "fault", "drive.write=fail,after=1000000"]);
+    let shown = String::from_utf8(node.remote_ok(&["status"]).stdout).unwrap();
+    assert!(shown.contains("FAULT ARMED in the node: drive.write=fail,after=1000000"), "{shown}");
+    assert_eq!(node.json(&["debug", "faults", "--json"])[0]["role"], "node");
+    for site in ["dma.transfer=fail", "store.call=kill"] {
+        let refused = node.outboard(&["debug", "fault", site]);
+        assert!(said(&refused).contains("exists only with placement dpu"), "{}", said(&refused));
+    }
+    assert!(said(&node.outboard(&["debug", "tune"])).contains("the osd uses no channel"));
+    node.ok(&["debug", "clear"]);
+    assert_eq!(node.status()["problems"], serde_json::json!([]));
 }

@@ -156,7 +156,7 @@ impl Attachment {
                 quarantined_bytes: status.map_or(0, |s| s.quarantined as u64),
                 kept_bytes: status.map_or(0, |s| s.kept_bytes),
                 fallback_bytes: status.map_or(0, |s| s.put_bytes),
-                faults: armed.map(|a| format!("{} (fired {})", a.fault, a.fired)).collect(),
+                faults: armed.map(|armed| armed.to_string()).collect(),
             },
         }
     }

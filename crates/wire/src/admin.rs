@@ -1,11 +1,14 @@
 //! Administrative requests and their replies.
 
+use std::fmt;
+
+use base::fault::{Armed, Fault};
 use bytes::Bytes;
 use serde::Serialize;
 use uuid::Uuid;
 
 use crate::{
-    AccessGrant, AccountRequest, CodingMode, NodeStatus, PoolInfo, Redundancy, RoleUsage, ScrubStatus,
+    AccessGrant, AccountRequest, CodingMode, NodeStatus, PoolInfo, Redundancy, Role, RoleUsage, ScrubStatus,
     SessionId, TenantInfo, UserInfo,
 };
 
@@ -106,6 +109,74 @@ pub enum AdminRequest {
         /// Maximum number of entries.
         limit: u32,
     },
+    /// Arms a fault in the osd's process.
+    ArmFault(Fault),
+    /// Lists the armed faults of the osd's process.
+    ListFaults,
+    /// Disarms all faults of the osd's process. The reply lists them.
+    ClearFaults,
+    /// Sets how the osd uses the channel, until its next start.
+    TuneChannel(TuningChange),
+}
+
+/// How the osd uses the channel to its store.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ChannelTuning {
+    /// Whether the segments of a request are received, moved and written concurrently.
+    pub pipeline: bool,
+    /// Number of host-memory windows that stay registered for DMA. With 0, each request registers
+    /// its own window.
+    pub region_cache: u64,
+    /// Maximum length of a DMA transfer, in bytes; the engine's own limit also applies.
+    pub max_transfer: u64,
+    /// Number of DMA queues in use. With 1, short requests wait for long requests.
+    pub dma_queues: u64,
+    /// How long the osd's side polls for completions before it sleeps, in microseconds.
+    pub poll_us: u64,
+}
+
+/// Changes of the configured [`ChannelTuning`]. A field without a value means the configured value.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct TuningChange {
+    /// See [`ChannelTuning::pipeline`].
+    pub pipeline: Option<bool>,
+    /// See [`ChannelTuning::region_cache`].
+    pub region_cache: Option<u64>,
+    /// See [`ChannelTuning::max_transfer`].
+    pub max_transfer: Option<u64>,
+    /// See [`ChannelTuning::dma_queues`].
+    pub dma_queues: Option<u64>,
+    /// See [`ChannelTuning::poll_us`].
+    pub poll_us: Option<u64>,
+}
+
+impl TuningChange {
+    /// Returns the configured tuning with the changes.
+    #[must_use]
+    pub fn applied_to(self, configured: ChannelTuning) -> ChannelTuning {
+        ChannelTuning {
+            pipeline: self.pipeline.unwrap_or(configured.pipeline),
+            region_cache: self.region_cache.unwrap_or(configured.region_cache),
+            max_transfer: self.max_transfer.unwrap_or(configured.max_transfer),
+            dma_queues: self.dma_queues.unwrap_or(configured.dma_queues),
+            poll_us: self.poll_us.unwrap_or(configured.poll_us),
+        }
+    }
+}
+
+impl fmt::Display for TuningChange {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let TuningChange { pipeline, region_cache, max_transfer, dma_queues, poll_us } = *self;
+        let changes = [
+            pipeline.map(|on| format!("pipeline={on}")),
+            region_cache.map(|windows| format!("region_cache={windows}")),
+            max_transfer.map(|bytes| format!("max_transfer={bytes}")),
+            dma_queues.map(|queues| format!("dma_queues={queues}")),
+            poll_us.map(|us| format!("poll_us={us}")),
+        ];
+        let changes: Vec<String> = changes.into_iter().flatten().collect();
+        if changes.is_empty() { f.write_str("as configured") } else { f.write_str(&changes.join(", ")) }
+    }
 }
 
 /// Reply to an [`AdminRequest`].
@@ -137,6 +208,15 @@ pub enum AdminReply {
     Sessions(Vec<SessionInfo>),
     /// Entries of the audit log, the oldest first: objects of JSON.
     Audit(Vec<String>),
+    /// The faults that are armed, or were armed until now.
+    Faults {
+        /// Role of the process: `Osd` or `Node`.
+        role: Role,
+        /// The faults, in the order in which they were armed.
+        armed: Vec<Armed>,
+    },
+    /// The new tuning of the channel.
+    Tuned(ChannelTuning),
 }
 
 /// An open session.

@@ -28,7 +28,7 @@ mod status;
 mod usage;
 
 pub use accounts::{AccountName, AccountRequest, TenantInfo, UserInfo, check_account};
-pub use admin::{AdminReply, AdminRequest, PoolLoss, SessionInfo};
+pub use admin::{AdminReply, AdminRequest, ChannelTuning, PoolLoss, SessionInfo, TuningChange};
 pub use bulk::{BulkDescriptor, BulkDirection, BulkOwner, BulkSegment, MemoryKind, RemoteMemory};
 pub use codec::{
     DecodeError, VERSION, VERSION_OLDEST, VERSION_STRANDS, decode_body, decode_head, decode_reply,

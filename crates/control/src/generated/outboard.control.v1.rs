@@ -393,6 +393,81 @@ pub struct KillSessionRequest {
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct KillSessionResponse {}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct ArmFaultRequest {
+    /// The fault, as in `outboard debug fault`; at most 256 bytes.
+    #[prost(string, tag = "1")]
+    pub fault: ::prost::alloc::string::String,
+    /// Whether an earlier attempt of the same call may have armed the fault. If so, the call does nothing
+    /// if the fault is armed.
+    #[prost(bool, tag = "2")]
+    pub repeated: bool,
+}
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct ArmFaultResponse {}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct ArmedFault {
+    /// The fault, as in `outboard debug fault`.
+    #[prost(string, tag = "1")]
+    pub fault: ::prost::alloc::string::String,
+    /// How often the fault has fired.
+    #[prost(uint64, tag = "2")]
+    pub fired: u64,
+}
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct ListFaultsRequest {}
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct ListFaultsResponse {
+    /// Role of the process: `osd`, or `node` in host placement.
+    #[prost(string, tag = "1")]
+    pub role: ::prost::alloc::string::String,
+    #[prost(message, repeated, tag = "2")]
+    pub faults: ::prost::alloc::vec::Vec<ArmedFault>,
+}
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct ClearFaultsRequest {}
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct ClearFaultsResponse {
+    /// Role of the process: `osd`, or `node` in host placement.
+    #[prost(string, tag = "1")]
+    pub role: ::prost::alloc::string::String,
+    /// The faults that were armed.
+    #[prost(message, repeated, tag = "2")]
+    pub faults: ::prost::alloc::vec::Vec<ArmedFault>,
+}
+/// A field without a value means the configured value.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct TuneChannelRequest {
+    /// Whether the segments of a request are received, moved and written concurrently.
+    #[prost(bool, optional, tag = "1")]
+    pub pipeline: ::core::option::Option<bool>,
+    /// Number of host-memory windows that stay registered for DMA; 0 for none.
+    #[prost(uint64, optional, tag = "2")]
+    pub region_cache: ::core::option::Option<u64>,
+    /// Maximum length of a DMA transfer, in bytes.
+    #[prost(uint64, optional, tag = "3")]
+    pub max_transfer: ::core::option::Option<u64>,
+    /// Number of DMA queues in use.
+    #[prost(uint64, optional, tag = "4")]
+    pub dma_queues: ::core::option::Option<u64>,
+    /// How long the osd's side polls for completions before it sleeps, in microseconds.
+    #[prost(uint64, optional, tag = "5")]
+    pub poll_us: ::core::option::Option<u64>,
+}
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct TuneChannelResponse {
+    /// The new tuning.
+    #[prost(bool, tag = "1")]
+    pub pipeline: bool,
+    #[prost(uint64, tag = "2")]
+    pub region_cache: u64,
+    #[prost(uint64, tag = "3")]
+    pub max_transfer: u64,
+    #[prost(uint64, tag = "4")]
+    pub dma_queues: u64,
+    #[prost(uint64, tag = "5")]
+    pub poll_us: u64,
+}
 /// Generated client implementations.
 pub mod node_client {
     #![allow(
@@ -3685,6 +3760,539 @@ pub mod sessions_server {
     /// Generated gRPC service name
     pub const SERVICE_NAME: &str = "outboard.control.v1.Sessions";
     impl<T> tonic::server::NamedService for SessionsServer<T> {
+        const NAME: &'static str = SERVICE_NAME;
+    }
+}
+/// Generated client implementations.
+pub mod debug_client {
+    #![allow(
+        unused_variables,
+        dead_code,
+        missing_docs,
+        clippy::wildcard_imports,
+        clippy::let_unit_value,
+    )]
+    use tonic::codegen::*;
+    use tonic::codegen::http::Uri;
+    /// Faults to inject into the process of the osd, and switches of its mechanisms: for tests and
+    /// measurements. In host placement, the process is that of the whole node. The process of a store has
+    /// no control plane: its faults are armed on its machine.
+    #[derive(Debug, Clone)]
+    pub struct DebugClient<T> {
+        inner: tonic::client::Grpc<T>,
+    }
+    impl DebugClient<tonic::transport::Channel> {
+        /// Attempt to create a new client by connecting to a given endpoint.
+        pub async fn connect<D>(dst: D) -> Result<Self, tonic::transport::Error>
+        where
+            D: TryInto<tonic::transport::Endpoint>,
+            D::Error: Into<StdError>,
+        {
+            let conn = tonic::transport::Endpoint::new(dst)?.connect().await?;
+            Ok(Self::new(conn))
+        }
+    }
+    impl<T> DebugClient<T>
+    where
+        T: tonic::client::GrpcService<tonic::body::Body>,
+        T::Error: Into<StdError>,
+        T::ResponseBody: Body<Data = Bytes> + std::marker::Send + 'static,
+        <T::ResponseBody as Body>::Error: Into<StdError> + std::marker::Send,
+    {
+        pub fn new(inner: T) -> Self {
+            let inner = tonic::client::Grpc::new(inner);
+            Self { inner }
+        }
+        pub fn with_origin(inner: T, origin: Uri) -> Self {
+            let inner = tonic::client::Grpc::with_origin(inner, origin);
+            Self { inner }
+        }
+        pub fn with_interceptor<F>(
+            inner: T,
+            interceptor: F,
+        ) -> DebugClient<InterceptedService<T, F>>
+        where
+            F: tonic::service::Interceptor,
+            T::ResponseBody: Default,
+            T: tonic::codegen::Service<
+                http::Request<tonic::body::Body>,
+                Response = http::Response<
+                    <T as tonic::client::GrpcService<tonic::body::Body>>::ResponseBody,
+                >,
+            >,
+            <T as tonic::codegen::Service<
+                http::Request<tonic::body::Body>,
+            >>::Error: Into<StdError> + std::marker::Send + std::marker::Sync,
+        {
+            DebugClient::new(InterceptedService::new(inner, interceptor))
+        }
+        /// Compress requests with the given encoding.
+        ///
+        /// This requires the server to support it otherwise it might respond with an
+        /// error.
+        #[must_use]
+        pub fn send_compressed(mut self, encoding: CompressionEncoding) -> Self {
+            self.inner = self.inner.send_compressed(encoding);
+            self
+        }
+        /// Enable decompressing responses.
+        #[must_use]
+        pub fn accept_compressed(mut self, encoding: CompressionEncoding) -> Self {
+            self.inner = self.inner.accept_compressed(encoding);
+            self
+        }
+        /// Limits the maximum size of a decoded message.
+        ///
+        /// Default: `4MB`
+        #[must_use]
+        pub fn max_decoding_message_size(mut self, limit: usize) -> Self {
+            self.inner = self.inner.max_decoding_message_size(limit);
+            self
+        }
+        /// Limits the maximum size of an encoded message.
+        ///
+        /// Default: `usize::MAX`
+        #[must_use]
+        pub fn max_encoding_message_size(mut self, limit: usize) -> Self {
+            self.inner = self.inner.max_encoding_message_size(limit);
+            self
+        }
+        /// Arms a fault. A restart of the process disarms it.
+        pub async fn arm_fault(
+            &mut self,
+            request: impl tonic::IntoRequest<super::ArmFaultRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::ArmFaultResponse>,
+            tonic::Status,
+        > {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = tonic_prost::ProstCodec::default();
+            let path = http::uri::PathAndQuery::from_static(
+                "/outboard.control.v1.Debug/ArmFault",
+            );
+            let mut req = request.into_request();
+            req.extensions_mut()
+                .insert(GrpcMethod::new("outboard.control.v1.Debug", "ArmFault"));
+            self.inner.unary(req, path, codec).await
+        }
+        /// Lists the armed faults, in the order in which they were armed.
+        pub async fn list_faults(
+            &mut self,
+            request: impl tonic::IntoRequest<super::ListFaultsRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::ListFaultsResponse>,
+            tonic::Status,
+        > {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = tonic_prost::ProstCodec::default();
+            let path = http::uri::PathAndQuery::from_static(
+                "/outboard.control.v1.Debug/ListFaults",
+            );
+            let mut req = request.into_request();
+            req.extensions_mut()
+                .insert(GrpcMethod::new("outboard.control.v1.Debug", "ListFaults"));
+            self.inner.unary(req, path, codec).await
+        }
+        /// Disarms all faults.
+        pub async fn clear_faults(
+            &mut self,
+            request: impl tonic::IntoRequest<super::ClearFaultsRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::ClearFaultsResponse>,
+            tonic::Status,
+        > {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = tonic_prost::ProstCodec::default();
+            let path = http::uri::PathAndQuery::from_static(
+                "/outboard.control.v1.Debug/ClearFaults",
+            );
+            let mut req = request.into_request();
+            req.extensions_mut()
+                .insert(GrpcMethod::new("outboard.control.v1.Debug", "ClearFaults"));
+            self.inner.unary(req, path, codec).await
+        }
+        /// Sets how the osd uses the channel to its store, until the next start of the process.
+        pub async fn tune_channel(
+            &mut self,
+            request: impl tonic::IntoRequest<super::TuneChannelRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::TuneChannelResponse>,
+            tonic::Status,
+        > {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = tonic_prost::ProstCodec::default();
+            let path = http::uri::PathAndQuery::from_static(
+                "/outboard.control.v1.Debug/TuneChannel",
+            );
+            let mut req = request.into_request();
+            req.extensions_mut()
+                .insert(GrpcMethod::new("outboard.control.v1.Debug", "TuneChannel"));
+            self.inner.unary(req, path, codec).await
+        }
+    }
+}
+/// Generated server implementations.
+pub mod debug_server {
+    #![allow(
+        unused_variables,
+        dead_code,
+        missing_docs,
+        clippy::wildcard_imports,
+        clippy::let_unit_value,
+    )]
+    use tonic::codegen::*;
+    /// Generated trait containing gRPC methods that should be implemented for use with DebugServer.
+    #[async_trait]
+    pub trait Debug: std::marker::Send + std::marker::Sync + 'static {
+        /// Arms a fault. A restart of the process disarms it.
+        async fn arm_fault(
+            &self,
+            request: tonic::Request<super::ArmFaultRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::ArmFaultResponse>,
+            tonic::Status,
+        >;
+        /// Lists the armed faults, in the order in which they were armed.
+        async fn list_faults(
+            &self,
+            request: tonic::Request<super::ListFaultsRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::ListFaultsResponse>,
+            tonic::Status,
+        >;
+        /// Disarms all faults.
+        async fn clear_faults(
+            &self,
+            request: tonic::Request<super::ClearFaultsRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::ClearFaultsResponse>,
+            tonic::Status,
+        >;
+        /// Sets how the osd uses the channel to its store, until the next start of the process.
+        async fn tune_channel(
+            &self,
+            request: tonic::Request<super::TuneChannelRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::TuneChannelResponse>,
+            tonic::Status,
+        >;
+    }
+    /// Faults to inject into the process of the osd, and switches of its mechanisms: for tests and
+    /// measurements. In host placement, the process is that of the whole node. The process of a store has
+    /// no control plane: its faults are armed on its machine.
+    #[derive(Debug)]
+    pub struct DebugServer<T> {
+        inner: Arc<T>,
+        accept_compression_encodings: EnabledCompressionEncodings,
+        send_compression_encodings: EnabledCompressionEncodings,
+        max_decoding_message_size: Option<usize>,
+        max_encoding_message_size: Option<usize>,
+    }
+    impl<T> DebugServer<T> {
+        pub fn new(inner: T) -> Self {
+            Self::from_arc(Arc::new(inner))
+        }
+        pub fn from_arc(inner: Arc<T>) -> Self {
+            Self {
+                inner,
+                accept_compression_encodings: Default::default(),
+                send_compression_encodings: Default::default(),
+                max_decoding_message_size: None,
+                max_encoding_message_size: None,
+            }
+        }
+        pub fn with_interceptor<F>(
+            inner: T,
+            interceptor: F,
+        ) -> InterceptedService<Self, F>
+        where
+            F: tonic::service::Interceptor,
+        {
+            InterceptedService::new(Self::new(inner), interceptor)
+        }
+        /// Enable decompressing requests with the given encoding.
+        #[must_use]
+        pub fn accept_compressed(mut self, encoding: CompressionEncoding) -> Self {
+            self.accept_compression_encodings.enable(encoding);
+            self
+        }
+        /// Compress responses with the given encoding, if the client supports it.
+        #[must_use]
+        pub fn send_compressed(mut self, encoding: CompressionEncoding) -> Self {
+            self.send_compression_encodings.enable(encoding);
+            self
+        }
+        /// Limits the maximum size of a decoded message.
+        ///
+        /// Default: `4MB`
+        #[must_use]
+        pub fn max_decoding_message_size(mut self, limit: usize) -> Self {
+            self.max_decoding_message_size = Some(limit);
+            self
+        }
+        /// Limits the maximum size of an encoded message.
+        ///
+        /// Default: `usize::MAX`
+        #[must_use]
+        pub fn max_encoding_message_size(mut self, limit: usize) -> Self {
+            self.max_encoding_message_size = Some(limit);
+            self
+        }
+    }
+    impl<T, B> tonic::codegen::Service<http::Request<B>> for DebugServer<T>
+    where
+        T: Debug,
+        B: Body + std::marker::Send + 'static,
+        B::Error: Into<StdError> + std::marker::Send + 'static,
+    {
+        type Response = http::Response<tonic::body::Body>;
+        type Error = std::convert::Infallible;
+        type Future = BoxFuture<Self::Response, Self::Error>;
+        fn poll_ready(
+            &mut self,
+            _cx: &mut Context<'_>,
+        ) -> Poll<std::result::Result<(), Self::Error>> {
+            Poll::Ready(Ok(()))
+        }
+        fn call(&mut self, req: http::Request<B>) -> Self::Future {
+            match req.uri().path() {
+                "/outboard.control.v1.Debug/ArmFault" => {
+                    #[allow(non_camel_case_types)]
+                    struct ArmFaultSvc<T: Debug>(pub Arc<T>);
+                    impl<T: Debug> tonic::server::UnaryService<super::ArmFaultRequest>
+                    for ArmFaultSvc<T> {
+                        type Response = super::ArmFaultResponse;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::ArmFaultRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Debug>::arm_fault(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = ArmFaultSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/outboard.control.v1.Debug/ListFaults" => {
+                    #[allow(non_camel_case_types)]
+                    struct ListFaultsSvc<T: Debug>(pub Arc<T>);
+                    impl<T: Debug> tonic::server::UnaryService<super::ListFaultsRequest>
+                    for ListFaultsSvc<T> {
+                        type Response = super::ListFaultsResponse;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::ListFaultsRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Debug>::list_faults(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = ListFaultsSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/outboard.control.v1.Debug/ClearFaults" => {
+                    #[allow(non_camel_case_types)]
+                    struct ClearFaultsSvc<T: Debug>(pub Arc<T>);
+                    impl<T: Debug> tonic::server::UnaryService<super::ClearFaultsRequest>
+                    for ClearFaultsSvc<T> {
+                        type Response = super::ClearFaultsResponse;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::ClearFaultsRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Debug>::clear_faults(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = ClearFaultsSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/outboard.control.v1.Debug/TuneChannel" => {
+                    #[allow(non_camel_case_types)]
+                    struct TuneChannelSvc<T: Debug>(pub Arc<T>);
+                    impl<T: Debug> tonic::server::UnaryService<super::TuneChannelRequest>
+                    for TuneChannelSvc<T> {
+                        type Response = super::TuneChannelResponse;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::TuneChannelRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Debug>::tune_channel(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = TuneChannelSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                _ => {
+                    Box::pin(async move {
+                        let mut response = http::Response::new(
+                            tonic::body::Body::default(),
+                        );
+                        let headers = response.headers_mut();
+                        headers
+                            .insert(
+                                tonic::Status::GRPC_STATUS,
+                                (tonic::Code::Unimplemented as i32).into(),
+                            );
+                        headers
+                            .insert(
+                                http::header::CONTENT_TYPE,
+                                tonic::metadata::GRPC_CONTENT_TYPE,
+                            );
+                        Ok(response)
+                    })
+                }
+            }
+        }
+    }
+    impl<T> Clone for DebugServer<T> {
+        fn clone(&self) -> Self {
+            let inner = self.inner.clone();
+            Self {
+                inner,
+                accept_compression_encodings: self.accept_compression_encodings,
+                send_compression_encodings: self.send_compression_encodings,
+                max_decoding_message_size: self.max_decoding_message_size,
+                max_encoding_message_size: self.max_encoding_message_size,
+            }
+        }
+    }
+    /// Generated gRPC service name
+    pub const SERVICE_NAME: &str = "outboard.control.v1.Debug";
+    impl<T> tonic::server::NamedService for DebugServer<T> {
         const NAME: &'static str = SERVICE_NAME;
     }
 }

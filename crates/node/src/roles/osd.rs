@@ -18,12 +18,14 @@ use tokio::runtime::Runtime;
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::LocalSet;
 use uuid::Uuid;
+use wire::Placement;
 
 use crate::announce::Ready;
 use crate::audit_file::{AUDIT_LOG, AuditFile};
 use crate::coding;
 use crate::config::Config;
 use crate::cpus::{ChannelSide, Cpus, ThreadCount};
+use crate::debug::Controls;
 use crate::failure::{Doing, Failure, Result};
 use crate::metrics;
 use crate::node_keys::NodeKeys;
@@ -72,8 +74,12 @@ async fn serve(
     expected: ExpectedNode,
 ) -> Result<()> {
     let mut signals = StopSignals::catch()?;
-    let faults = process.controls.faults().clone();
+    let faults = process.faults.clone();
     let config = process.config.clone();
+    let placement = match &stores {
+        StoresAt::Here(_) => Placement::Host,
+        StoresAt::Behind(_) => Placement::Dpu,
+    };
     let mut mounted = Vec::new();
     let mut offered: Vec<(Uuid, Arc<RemountedStore>)> = Vec::new();
     let cpus = match &stores {
@@ -119,7 +125,7 @@ async fn serve(
     let common = ShardCommon {
         stores,
         config: Arc::new(process.config),
-        controls: process.controls,
+        controls: Controls::new(placement, faults.clone()),
         expected,
         run: base::entropy::uuid().as_u128(),
         shards,

@@ -14,6 +14,7 @@ use crate::announce::Ready;
 use crate::coding;
 use crate::config::EngineKind;
 use crate::cpus::ChannelSide;
+use crate::debug_socket;
 use crate::failure::{Doing, Failure, Result};
 use crate::node_keys;
 use crate::remount;
@@ -28,17 +29,34 @@ fn event_loop(number: usize) -> String {
     format!("chan-{number}")
 }
 
-/// Runs the role until a signal stops it. The role waits for the osd at `socket`.
+/// Runs the role until a signal stops it. The role waits for the osd at `socket`, and serves the debug
+/// socket at `debug_socket`, if there is one.
 ///
 /// # Errors
 /// If the role cannot be set up, or the targets cannot be mounted, served or unmounted.
-pub fn run(args: &RoleArgs, targets: TargetPaths, socket: StoreAddress) -> Result<()> {
-    role::run(Role::Store, args, |process| serve(process, targets, socket))
+pub fn run(
+    args: &RoleArgs,
+    targets: TargetPaths,
+    socket: StoreAddress,
+    debug_socket: Option<&Path>,
+) -> Result<()> {
+    role::run(Role::Store, args, |process| serve(process, targets, socket, debug_socket))
 }
 
-async fn serve(process: RoleProcess, paths: TargetPaths, socket: StoreAddress) -> Result<()> {
+async fn serve(
+    process: RoleProcess,
+    paths: TargetPaths,
+    socket: StoreAddress,
+    debug_socket: Option<&Path>,
+) -> Result<()> {
     let mut signals = StopSignals::catch()?;
-    let faults = process.controls.faults();
+    let faults = &process.faults;
+    if let Some(path) = debug_socket {
+        debug_socket::serve(path, faults.clone()).map_err(|e| {
+            let why = format!("{e}; choose another path with --debug-socket, or none");
+            Failure::new(format!("serving the debug socket {}", path.display()), why)
+        })?;
+    }
     let accelerator = coding::accelerator(&process.config, socket.cpus(process.config.osd.cpus), faults)
         .doing("starting the emulated accelerator")?;
     let cpus = socket.cpus(process.config.store.cpus);

@@ -1,28 +1,30 @@
 //! `outboard debug`: injects faults, and switches mechanisms of the channel off.
 
 use std::io::ErrorKind;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use base::fault::{Fault, Site};
+use base::fault::{Armed, Fault, Site};
 use clap::builder::RangedU64ValueParser;
 use clap::{Args, Subcommand};
 use serde::Serialize;
-use wire::Placement;
+use wire::{AdminReply, AdminRequest, ChannelTuning, Placement, Role, TuningChange};
 
+use super::tenant::unexpected;
 use crate::args::NodeArgs;
-use crate::commands::locate;
+use crate::commands::{locate, session};
 use crate::output;
 use node::config::ChannelSection;
-use node::debug::{self, ArmedFault, ChannelTuning, DebugAnswer, DebugRequest};
+use node::debug;
+use node::debug_socket::{self, DebugAnswer, DebugRequest};
 use node::dir::NodeDir;
 use node::failure::{Doing, Failure, Result};
-use node::state::{NodeState, Role};
+use node::state::NodeState;
 use node::units::ByteSize;
 
-/// Maximum time to wait for a role that restarts.
+/// Maximum time to wait for a store that restarts.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// Pause between two attempts to reach a role that restarts.
+/// Pause between two attempts to reach a store that restarts.
 const PAUSE: Duration = Duration::from_millis(100);
 
 /// The debugging commands.
@@ -63,7 +65,11 @@ fn fault_help() -> String {
          and their actions are: {sites}. The fault skips the first N occasions (after). Then it fires \
          with the given probability (default: always), at most N times (count; default: no limit). A \
          restart of the role disarms the fault. No armed fault makes the node lose an acknowledged \
-         change."
+         change.\n\n\
+         Faults of the osd's process are armed over the control plane, which also works from another \
+         machine, with --endpoint; only an administrator of the node may do this. The store's process \
+         has no control plane: its faults, at store.* and drive.write in placement dpu, are armed \
+         with the directory of the node."
     )
 }
 
@@ -88,8 +94,8 @@ pub struct TuneArgs {
     #[arg(long, value_name = "S")]
     max_transfer: Option<ByteSize>,
     /// Number of queues of the DMA engine, 1 to 64; with 1, short requests wait for long requests
-    #[arg(long, value_name = "N", value_parser = RangedU64ValueParser::<usize>::new().range(ChannelSection::QUEUES))]
-    dma_queues: Option<usize>,
+    #[arg(long, value_name = "N", value_parser = RangedU64ValueParser::<u64>::new().range(ChannelSection::QUEUES))]
+    dma_queues: Option<u64>,
     /// How long the DPU's side polls for completions before it sleeps, in microseconds, 0 to 10000
     #[arg(long, value_name = "US", value_parser = RangedU64ValueParser::<u64>::new().range(ChannelSection::POLL_US))]
     poll: Option<u64>,
@@ -99,14 +105,13 @@ pub struct TuneArgs {
 }
 
 impl TuneArgs {
-    /// Returns the configured tuning with the changes that the options name.
-    fn applied_to(&self, configured: ChannelTuning) -> ChannelTuning {
-        ChannelTuning {
-            pipeline: configured.pipeline && !self.no_pipeline,
-            region_cache: if self.no_region_cache { 0 } else { configured.region_cache },
-            max_transfer: self.max_transfer.unwrap_or(configured.max_transfer),
-            dma_queues: self.dma_queues.unwrap_or(configured.dma_queues),
-            poll_us: self.poll.unwrap_or(configured.poll_us),
+    fn change(&self) -> TuningChange {
+        TuningChange {
+            pipeline: self.no_pipeline.then_some(false),
+            region_cache: self.no_region_cache.then_some(0),
+            max_transfer: self.max_transfer.map(|size| size.0),
+            dma_queues: self.dma_queues,
+            poll_us: self.poll,
         }
     }
 }
@@ -116,44 +121,74 @@ impl TuneArgs {
 struct FaultRow {
     role: &'static str,
     #[serde(flatten)]
-    armed: ArmedFault,
+    armed: Armed,
+}
+
+/// The tuning of the channel, as `--json` shows it.
+#[derive(Debug, Serialize)]
+struct ShownTuning {
+    pipeline: bool,
+    region_cache: u64,
+    max_transfer: ByteSize,
+    dma_queues: u64,
+    poll_us: u64,
 }
 
 /// Runs the command.
 pub fn run(command: DebugCommand, node: &NodeArgs) -> Result<()> {
     match command {
-        DebugCommand::Fault { fault } => {
-            let role = match fault.site {
-                Site::StoreDoorbell | Site::StoreDevice | Site::StoreCall => Role::Store,
-                Site::DriveWrite => roles(node)?[0],
-                // In host placement, these sites are in the process of the node.
-                Site::EcOffload | Site::MessengerPath => *roles(node)?.last().unwrap_or(&Role::Osd),
-                Site::DmaTransfer | Site::DmaDoorbell | Site::DmaDevice | Site::OsdReply => Role::Osd,
-            };
-            ask(role, node, &DebugRequest::Arm(fault.to_string())).map(drop)
-        }
-        DebugCommand::Clear => {
-            for &role in roles(node)? {
-                ask(role, node, &DebugRequest::Clear)?;
-            }
-            Ok(())
-        }
-        DebugCommand::Faults { json } => {
-            let mut rows = Vec::new();
-            for &role in roles(node)? {
-                let armed = ask(role, node, &DebugRequest::Show)?.faults;
-                rows.extend(armed.into_iter().map(|armed| FaultRow { role: role.as_str(), armed }));
-            }
-            if json {
-                output::json(&rows);
-            } else {
-                for FaultRow { role, armed } in rows {
-                    output::raw(format!("{role:<6} {:<50} fired {}\n", armed.fault, armed.fired));
-                }
-            }
-            Ok(())
-        }
+        DebugCommand::Fault { fault } => arm(fault, node),
+        DebugCommand::Clear => clear(node),
+        DebugCommand::Faults { json } => list(json, node),
         DebugCommand::Tune(args) => tune(&args, node),
+    }
+}
+
+fn arm(fault: Fault, node: &NodeArgs) -> Result<()> {
+    let is_of_store = debug::role_of(fault.site, Placement::Dpu) == Some(Role::Store);
+    match StoreSocket::find(node)?.filter(|_| is_of_store) {
+        Some(store) => store.ask(&DebugRequest::Arm(fault.to_string())).map(drop),
+        None => administer(node, AdminRequest::ArmFault(fault)).map(drop),
+    }
+}
+
+fn clear(node: &NodeArgs) -> Result<()> {
+    if let Some(store) = StoreSocket::find(node)? {
+        store.ask(&DebugRequest::Clear)?;
+    }
+    let (role, _) = faults(administer(node, AdminRequest::ClearFaults)?)?;
+    note_other_faults(role, node);
+    Ok(())
+}
+
+fn list(json: bool, node: &NodeArgs) -> Result<()> {
+    let mut rows = Vec::new();
+    let mut add = |role: Role, armed: Vec<Armed>| {
+        rows.extend(armed.into_iter().map(|armed| FaultRow { role: role.as_str(), armed }));
+    };
+    if let Some(store) = StoreSocket::find(node)? {
+        add(Role::Store, store.ask(&DebugRequest::Show)?);
+    }
+    let (role, armed) = faults(administer(node, AdminRequest::ListFaults)?)?;
+    add(role, armed);
+    if json {
+        output::json(&rows);
+    } else {
+        for FaultRow { role, armed } in rows {
+            output::raw(format!("{role:<6} {:<50} fired {}\n", armed.fault, armed.fired));
+        }
+    }
+    note_other_faults(role, node);
+    Ok(())
+}
+
+/// Says that a command over an endpoint has not reached the faults of the store.
+fn note_other_faults(role: Role, node: &NodeArgs) {
+    if role == Role::Osd && node.endpoint.is_some() {
+        output::note(
+            "the faults of the store's process are not included; run the command on the machine of the store, with \
+             --dir and without --endpoint",
+        );
     }
 }
 
@@ -168,16 +203,14 @@ fn tune(args: &TuneArgs, node: &NodeArgs) -> Result<()> {
             return Err(Failure::usage(doing, why));
         }
     }
-    let configured = |answer: DebugAnswer| {
-        let why = "the osd uses no channel; start the node with placement dpu";
-        answer.configured.ok_or_else(|| Failure::new(doing, why))
+    let AdminReply::Tuned(tuning) = administer(node, AdminRequest::TuneChannel(args.change()))? else {
+        return Err(Failure::new(doing, unexpected()));
     };
-    let wanted = args.applied_to(configured(ask(Role::Osd, node, &DebugRequest::Show)?)?);
-    ask(Role::Osd, node, &DebugRequest::Tune(wanted))?;
+    let ChannelTuning { pipeline, region_cache, max_transfer, dma_queues, poll_us } = tuning;
+    let max_transfer = ByteSize(max_transfer);
     if args.json {
-        output::json(&wanted);
+        output::json(&ShownTuning { pipeline, region_cache, max_transfer, dma_queues, poll_us });
     } else {
-        let ChannelTuning { pipeline, region_cache, max_transfer, dma_queues, poll_us } = wanted;
         output::line(format_args!("pipeline      {}", if pipeline { "on" } else { "off" }));
         output::line(format_args!("region cache  {region_cache} windows"));
         output::line(format_args!("max transfer  {max_transfer}"));
@@ -187,52 +220,76 @@ fn tune(args: &TuneArgs, node: &NodeArgs) -> Result<()> {
     Ok(())
 }
 
-/// Returns the roles of the node; the role that owns the drives is first.
-fn roles(node: &NodeArgs) -> Result<&'static [Role]> {
-    let dir = NodeDir::open(&locate::root(node)).doing("looking for the node")?;
-    let is_host = NodeState::load(&dir).is_some_and(|state| state.placement == Placement::Host);
-    Ok(if is_host { &[Role::Node] } else { &[Role::Store, Role::Osd] })
+/// Makes a request of an operator.
+fn administer(node: &NodeArgs, request: AdminRequest) -> Result<AdminReply> {
+    let doing = match &request {
+        AdminRequest::ArmFault(_) => "arming the fault",
+        AdminRequest::ListFaults => "listing the faults",
+        AdminRequest::ClearFaults => "disarming the faults",
+        _ => "tuning the channel",
+    };
+    session::run_small(node, super::options(), async move |client| {
+        client.administer(request).await.doing(doing)
+    })
 }
 
-/// Returns the path of a role's debug socket.
-fn socket(role: Role, node: &NodeArgs) -> Result<PathBuf> {
-    let dir = NodeDir::open(&locate::root(node)).doing("looking for the node")?;
-    Ok(dir.debug_socket(role.as_str()))
-}
-
-/// Sends a request to a role's debug socket. While the node is up, this function waits for a role
-/// that restarts.
-fn ask_patiently(path: &Path, node: &NodeArgs, request: &DebugRequest) -> std::io::Result<DebugAnswer> {
-    let began = Instant::now();
-    loop {
-        let error = match debug::ask(path, request) {
-            Ok(answer) => return Ok(answer),
-            Err(error) => error,
-        };
-        // Only these errors can mean that the role restarts. A socket that does not exist belongs
-        // to a role that this node does not have.
-        let restarts = matches!(
-            error.kind(),
-            ErrorKind::ConnectionRefused | ErrorKind::ConnectionReset | ErrorKind::UnexpectedEof
-        );
-        if !restarts || locate::endpoint(node).is_err() || began.elapsed() > PATIENCE {
-            return Err(error);
-        }
-        std::thread::sleep(PAUSE);
+/// Returns the faults of an answer, and the role of the process in which they are armed.
+fn faults(answer: AdminReply) -> Result<(Role, Vec<Armed>)> {
+    match answer {
+        AdminReply::Faults { role, armed } => Ok((role, armed)),
+        _ => Err(Failure::new("reading the faults", unexpected())),
     }
 }
 
-/// Sends a request to a role of the node. A refusal is an error.
-pub fn ask(role: Role, node: &NodeArgs, request: &DebugRequest) -> Result<DebugAnswer> {
-    let doing = format!("sending a debug request to the {}", role.as_str());
-    let path = socket(role, node)?;
-    let answer = ask_patiently(&path, node, request).map_err(|e| {
-        let why = format!("{e} ({}); is the node up, with placement dpu?", path.display());
-        Failure::new(doing.clone(), why)
-    })?;
-    match answer.error {
-        Some(why) => Err(Failure::new(doing, why)),
-        None => Ok(answer),
+/// The debug socket of the store, in the directory of the node.
+struct StoreSocket {
+    path: PathBuf,
+    node: NodeArgs,
+}
+
+impl StoreSocket {
+    /// Finds the socket; `None` if the command reaches the node over an endpoint, or if the node has
+    /// only one process.
+    fn find(node: &NodeArgs) -> Result<Option<StoreSocket>> {
+        if node.endpoint.is_some() {
+            return Ok(None);
+        }
+        let dir = NodeDir::open(&locate::root(node)).doing("looking for the node")?;
+        let is_host = NodeState::load(&dir).is_some_and(|state| state.placement == Placement::Host);
+        Ok((!is_host).then(|| StoreSocket { path: dir.debug_socket(), node: node.clone() }))
+    }
+
+    /// Sends a request. Returns the armed faults. A refusal is an error.
+    fn ask(&self, request: &DebugRequest) -> Result<Vec<Armed>> {
+        let doing = "sending a debug request to the store";
+        let answer = self.ask_patiently(request).map_err(|e| {
+            let why = format!("{e} ({}); is the node up?", self.path.display());
+            Failure::new(doing, why)
+        })?;
+        match answer.error {
+            Some(why) => Err(Failure::new(doing, why)),
+            None => Ok(answer.faults),
+        }
+    }
+
+    /// Sends a request. While the node is up, this function waits for a store that restarts.
+    fn ask_patiently(&self, request: &DebugRequest) -> std::io::Result<DebugAnswer> {
+        let began = Instant::now();
+        loop {
+            let error = match debug_socket::ask(&self.path, request) {
+                Ok(answer) => return Ok(answer),
+                Err(error) => error,
+            };
+            // Only these errors can mean that the store restarts.
+            let restarts = matches!(
+                error.kind(),
+                ErrorKind::ConnectionRefused | ErrorKind::ConnectionReset | ErrorKind::UnexpectedEof
+            );
+            if !restarts || locate::endpoint(&self.node).is_err() || began.elapsed() > PATIENCE {
+                return Err(error);
+            }
+            std::thread::sleep(PAUSE);
+        }
     }
 }
 

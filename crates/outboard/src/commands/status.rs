@@ -3,16 +3,18 @@
 use std::io::Write;
 use std::time::Duration;
 
+use base::fault::Armed;
 use clap::Args;
 
 use crate::args::NodeArgs;
 use crate::commands::locate;
-use node::debug;
+use node::debug_socket::{self, DebugRequest};
 use node::dir::NodeDir;
 use node::failure::{Doing, Failure, Result};
 use node::report::NodeReport;
 use node::roster::{self, Roster};
 use node::state::NodeState;
+use wire::{AdminReply, AdminRequest, Placement, Role};
 
 /// Maximum time to connect to the osd, and maximum time to wait for its answer. After this time the
 /// osd counts as down.
@@ -52,18 +54,19 @@ pub fn run(args: StatusArgs, node: &NodeArgs) -> Result<()> {
     if let Some(endpoint) = report.endpoint.clone() {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().doing(doing)?;
         match runtime.block_on(ask(&endpoint, node)) {
-            Ok(answer) => report.add_answer(answer),
+            Ok((answer, faults)) => {
+                report.add_answer(answer);
+                faults.into_iter().for_each(|fault| report.add_fault(Role::Node, fault));
+            }
             Err(e) if e.is_refusal() => return Err(e),
             Err(e) => report.problems.push(format!("the osd does not answer: {}", e.why())),
         }
     }
-    if let Some(dir) = &dir {
-        for role in report.reticent_roles() {
-            match debug::ask(&dir.debug_socket(role.as_str()), &debug::DebugRequest::Show) {
-                Ok(answer) => answer.faults.into_iter().for_each(|fault| report.add_fault(role, fault)),
-                Err(e) => report
-                    .problems
-                    .push(format!("cannot find out whether faults are armed in the {}: {e}", role.as_str())),
+    if let Some(dir) = dir.filter(|_| report.has_store()) {
+        match debug_socket::ask(&dir.debug_socket(), &DebugRequest::Show) {
+            Ok(answer) => answer.faults.into_iter().for_each(|fault| report.add_fault(Role::Store, fault)),
+            Err(e) => {
+                report.problems.push(format!("cannot find out whether faults are armed in the store: {e}"))
             }
         }
     }
@@ -75,16 +78,25 @@ pub fn run(args: StatusArgs, node: &NodeArgs) -> Result<()> {
     std::io::stdout().write_all(text.as_bytes()).doing("printing the node's state")
 }
 
-async fn ask(endpoint: &str, node: &NodeArgs) -> Result<client::NodeStatus> {
+/// Asks the osd for its status. In host placement, also for the armed faults, which the status omits.
+async fn ask(endpoint: &str, node: &NodeArgs) -> Result<(client::NodeStatus, Vec<Armed>)> {
     let doing = "asking the osd for its status";
     let options =
         client::Options { connect_timeout: PATIENCE, request_timeout: PATIENCE, ..super::options() };
     let options = locate::connecting(node, options)?;
     let answer = async {
         let client = client::Client::connect(endpoint, options).await?;
-        let status = client.status().await;
+        let asked = async {
+            let status = client.status().await?;
+            let faults = match status.placement {
+                Placement::Host => client.administer(AdminRequest::ListFaults).await?,
+                Placement::Dpu => return Ok((status, Vec::new())),
+            };
+            Ok((status, if let AdminReply::Faults { armed, .. } = faults { armed } else { Vec::new() }))
+        };
+        let answer: client::Result<_> = asked.await;
         client.close().await;
-        status
+        answer
     };
     match tokio::time::timeout(2 * PATIENCE, answer).await {
         Ok(result) => result.doing(doing),

@@ -35,10 +35,13 @@ pub struct StoreArgs {
     /// no authentication, and allows DMA only with the engine ofi
     #[arg(long, value_name = "ADDRESS")]
     pub socket: StoreAddress,
+    /// Path of a UNIX socket for arming faults while the role runs [default: no socket]
+    #[arg(long, value_name = "PATH")]
+    pub debug_socket: Option<PathBuf>,
 }
 
 /// Runs the role.
 pub fn run(args: StoreArgs, _node: &NodeArgs) -> Result<()> {
     let targets = TargetPaths { paths: args.targets, known: args.known_targets };
-    store::run(&args.role, targets, args.socket)
+    store::run(&args.role, targets, args.socket, args.debug_socket.as_deref())
 }

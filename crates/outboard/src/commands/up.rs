@@ -16,7 +16,7 @@ use crate::output;
 use node::announce::{Announcement, MAX_ANNOUNCEMENT, Ready};
 use node::config::Config;
 use node::config_file;
-use node::dir::{DirLock, NodeDir, STORE_SOCKET};
+use node::dir::{DEBUG_SOCKET, DirLock, NodeDir, STORE_SOCKET};
 use node::durable::replace_file;
 use node::failure::{Doing, Failure, Result};
 use node::keeper::RoleSpec;
@@ -376,7 +376,7 @@ fn roles(dir: &NodeDir, config: &Config, roster: &Roster) -> std::result::Result
     match config.placement {
         Placement::Dpu => {
             let (mut store, mut osd) = (common("store"), common("osd"));
-            store.extend(["--socket", STORE_SOCKET].map(OsString::from));
+            store.extend(["--socket", STORE_SOCKET, "--debug-socket", DEBUG_SOCKET].map(OsString::from));
             targets(&mut store);
             osd.extend(["--store-socket", STORE_SOCKET].map(OsString::from));
             Ok(vec![spec(Role::Store, store, 1)?, spec(Role::Osd, osd, 2)?])
