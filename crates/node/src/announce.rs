@@ -38,6 +38,9 @@ pub struct Ready {
     pub metrics: Option<String>,
     /// Address for clients, if the role serves clients.
     pub endpoint: Option<String>,
+    /// Address of the control plane, if the role serves clients.
+    #[serde(default)]
+    pub control: Option<String>,
     /// UUID of the node, if the role serves clients.
     #[serde(default)]
     pub node: Option<Uuid>,

@@ -715,6 +715,7 @@ mod tests {
         NodeState {
             placement: Placement::Dpu,
             endpoint: Some("127.0.0.1:1".into()),
+            control: None,
             engine: Some("shm".into()),
             emulated: true,
             targets: vec![MountedTarget { path: "targets/0.img".into(), uuid: Uuid::from_u128(1) }],

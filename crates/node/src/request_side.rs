@@ -384,6 +384,7 @@ pub async fn serve(
     let ready = |result: std::result::Result<osd::OsdStarted, osd::StartError>| {
         let ready = result.map(|osd| Ready {
             endpoint: Some(osd.endpoint),
+            control: Some(common.control.to_string()),
             node: Some(osd.node),
             numbered: osd.targets,
             engine: Some(backend.engine.clone()),

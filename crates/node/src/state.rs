@@ -82,6 +82,9 @@ pub struct NodeState {
     pub placement: Placement,
     /// Address for clients; `None` until the osd is ready for the first time.
     pub endpoint: Option<String>,
+    /// Address of the control plane; `None` until the osd is ready for the first time.
+    #[serde(default)]
+    pub control: Option<String>,
     /// Name of the engine that moves data between osd and store.
     pub engine: Option<String>,
     /// Whether the engine between osd and store is emulated.
@@ -191,6 +194,7 @@ mod tests {
         let state = NodeState {
             placement: Placement::Dpu,
             endpoint: Some("127.0.0.1:1".into()),
+            control: Some("127.0.0.1:2".into()),
             engine: Some("shm".into()),
             emulated: true,
             targets: vec![MountedTarget { path: "targets/0.img".into(), uuid: Uuid::from_u128(1) }],

@@ -196,6 +196,7 @@ impl Supervisor {
                 }
                 if ready.endpoint.is_some() {
                     self.state.endpoint.clone_from(&ready.endpoint);
+                    self.state.control.clone_from(&ready.control);
                     self.state.engine.clone_from(&ready.engine);
                     self.state.emulated = ready.emulated;
                 }
@@ -259,6 +260,7 @@ mod tests {
         let state = NodeState {
             placement: Placement::Dpu,
             endpoint: None,
+            control: None,
             engine: None,
             emulated: false,
             targets: vec![],

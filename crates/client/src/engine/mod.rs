@@ -10,11 +10,13 @@
 //! | [`NativeEngine`] | a session with an Outboard node |
 //! | [`MemEngine`] | the reference model: everything in memory, no concurrency, no failures |
 //! | [`FaultyEngine`] | wraps another engine; injects errors, delays and lost answers from a seed |
+//! | [`ControlEngine`] | administers a node without a session; refuses requests about objects |
 //!
-//! Every engine must pass the suite in [`conformance`](crate::conformance).
+//! Every engine except `ControlEngine` must pass the suite in [`conformance`](crate::conformance).
 
 mod administration;
 mod capability;
+mod control_only;
 mod faulty;
 mod limits;
 mod mem;
@@ -32,6 +34,7 @@ use crate::{Error, Result};
 
 pub use administration::{Administration, ControlPlane, InProcess};
 pub use capability::{Capabilities, Capability};
+pub use control_only::ControlEngine;
 pub use faulty::{FaultCounts, FaultRates, FaultyEngine};
 pub use limits::EngineLimits;
 pub use mem::MemEngine;

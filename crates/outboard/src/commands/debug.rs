@@ -228,9 +228,7 @@ fn administer(node: &NodeArgs, request: AdminRequest) -> Result<AdminReply> {
         AdminRequest::ClearFaults => "disarming the faults",
         _ => "tuning the channel",
     };
-    session::run_small(node, super::options(), async move |client| {
-        client.administer(request).await.doing(doing)
-    })
+    session::administer(node, async move |client| client.administer(request).await.doing(doing))
 }
 
 /// Returns the faults of an answer, and the role of the process in which they are armed.

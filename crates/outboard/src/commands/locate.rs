@@ -84,3 +84,11 @@ pub fn endpoint(args: &NodeArgs) -> Result<String> {
     }
     NodeState::load(&dir).and_then(|state| state.endpoint).ok_or_else(down)
 }
+
+/// Returns the address of the node's control plane, if the node has recorded it in its directory.
+pub fn control(args: &NodeArgs) -> Option<String> {
+    if args.endpoint.is_some() {
+        return None;
+    }
+    NodeState::load(&NodeDir::open(&root(args)).ok()?)?.control
+}

@@ -66,7 +66,7 @@ pub enum PoolCommand {
 
 /// Runs the command.
 pub fn run(command: PoolCommand, node: &NodeArgs) -> Result<()> {
-    session::run(node, super::options(), async |client| match command {
+    session::administer(node, async |client| match command {
         PoolCommand::Create { name, pg_count, redundancy, stripe_unit, tenant } => {
             let client = client.in_tenant(tenant);
             let doing = format!("creating pool {name}");

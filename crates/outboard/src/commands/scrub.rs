@@ -43,7 +43,7 @@ pub fn run(args: ScrubArgs, node: &NodeArgs) -> Result<()> {
     let doing = format!("scrubbing pool {}", args.pool);
     let (pool, repair) = (args.pool.clone(), args.repair);
     let asking = doing.clone();
-    let status = session::run(node, super::options(), async move |client| {
+    let status = session::administer(node, async move |client| {
         let mut status = client.start_scrub(&pool, repair).await.doing(asking.clone())?;
         let progress = ProgressMeter::count("placement groups", u64::from(status.groups));
         while status.running {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use base::thread::{self, ThreadClass};
-use client::engine::MemEngine;
+use client::engine::{ControlEngine, MemEngine};
 use client::{Client, Object, Options, Pool};
 
 use crate::args::NodeArgs;
@@ -45,7 +45,10 @@ where
     F: Future<Output = Result<T>>,
 {
     let node = node.clone();
-    let work = move || run_here(&node, options, body);
+    on_client_thread(move || run_here(&node, options, body))
+}
+
+fn on_client_thread<T: Send + 'static>(work: impl FnOnce() -> Result<T> + Send + 'static) -> Result<T> {
     let thread = thread::spawn(ThreadClass::Client, "0", work).doing("starting the client")?;
     thread
         .join()
@@ -56,7 +59,32 @@ where
 ///
 /// # Errors
 /// As for [`run`].
-pub fn run_here<T, F>(node: &NodeArgs, mut options: Options, body: impl FnOnce(Client) -> F) -> Result<T>
+pub fn run_here<T, F>(node: &NodeArgs, options: Options, body: impl FnOnce(Client) -> F) -> Result<T>
+where
+    F: Future<Output = Result<T>>,
+{
+    run_connected(node, options, connect, body)
+}
+
+/// Like [`run`], for a command that only administers the node. If the node has recorded the address of
+/// its control plane in its directory, the command opens no session on the data path. Otherwise, the node
+/// tells the address when the session opens.
+pub fn administer<T, F>(node: &NodeArgs, body: impl FnOnce(Client) -> F + Send + 'static) -> Result<T>
+where
+    T: Send + 'static,
+    F: Future<Output = Result<T>>,
+{
+    avoid_huge_pages();
+    let node = node.clone();
+    on_client_thread(move || run_connected(&node, super::options(), connect_control, body))
+}
+
+fn run_connected<T, F>(
+    node: &NodeArgs,
+    mut options: Options,
+    connect: impl AsyncFnOnce(&NodeArgs, &Options) -> Result<Client>,
+    body: impl FnOnce(Client) -> F,
+) -> Result<T>
 where
     F: Future<Output = Result<T>>,
 {
@@ -109,9 +137,13 @@ where
     T: Send + 'static,
     F: Future<Output = Result<T>>,
 {
+    avoid_huge_pages();
+    run(node, options, body)
+}
+
+fn avoid_huge_pages() {
     // If the kernel refuses, the command only costs more CPU time.
     let _ = rustix::thread::disable_transparent_huge_pages(true);
-    run(node, options, body)
 }
 
 /// Ends the effect of [`run_small`], because the command moves much data. With huge pages, the
@@ -147,6 +179,16 @@ async fn connect(node: &NodeArgs, options: &Options) -> Result<Client> {
         tokio::time::sleep(pause).await;
         pause = (pause * 2).min(PAUSE_MAX);
     }
+}
+
+/// Prepares a client that only administers the node.
+async fn connect_control(node: &NodeArgs, options: &Options) -> Result<Client> {
+    if locate::control(node).is_none() {
+        return connect(node, options).await;
+    }
+    let node = node.clone();
+    let engine = ControlEngine::new(options, move || locate::control(&node));
+    Ok(Client::over(Arc::new(engine), options.clone()))
 }
 
 /// Returns true if the client may have failed to connect because the osd restarts.

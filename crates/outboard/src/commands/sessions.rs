@@ -58,7 +58,7 @@ struct ShownSession {
 
 /// Runs `outboard session`.
 pub fn run(command: SessionCommand, node: &NodeArgs) -> Result<()> {
-    session::run_small(node, super::options(), async move |client| match command {
+    session::administer(node, async move |client| match command {
         SessionCommand::Ls { json } => {
             let doing = "listing the sessions";
             match client.administer(AdminRequest::ListSessions).await.doing(doing)? {
@@ -76,7 +76,7 @@ pub fn run(command: SessionCommand, node: &NodeArgs) -> Result<()> {
 
 /// Runs `outboard audit`.
 pub fn audit(args: AuditArgs, node: &NodeArgs) -> Result<()> {
-    session::run_small(node, super::options(), async move |client| {
+    session::administer(node, async move |client| {
         let doing = "reading the audit log";
         match client.administer(AdminRequest::Audit { limit: args.limit }).await.doing(doing)? {
             AdminReply::Audit(entries) if args.json => {

@@ -96,7 +96,7 @@ pub fn run(command: TargetCommand, node: &NodeArgs) -> Result<()> {
         TargetCommand::Forget { id, accept_loss, json } => forget(id, accept_loss, json, node),
         command => {
             let drops_marks = matches!(command, TargetCommand::In { .. });
-            session::run(node, super::options(), async move |client| ask(&client, command).await)?;
+            session::administer(node, async move |client| ask(&client, command).await)?;
             if drops_marks { drop_marks(node) } else { Ok(()) }
         }
     }
@@ -173,7 +173,7 @@ fn forget(id: u32, accept_loss: bool, json: bool, node: &NodeArgs) -> Result<()>
             return Ok(());
         }
     }
-    let loss = session::run(node, super::options(), async move |client| {
+    let loss = session::administer(node, async move |client| {
         client.forget_target(id, accept_loss).await.doing(format!("accepting the loss of target {id}"))
     })?;
     if accept_loss {
@@ -236,7 +236,7 @@ fn replace(id: u32, node: &NodeArgs) -> Result<()> {
     };
     // Ask the node before any file is changed, because the node may refuse the replacement.
     let uuid = uuid::Uuid::new_v4();
-    session::run(node, super::options(), async move |client| {
+    session::administer(node, async move |client| {
         client.replace_target(id, uuid).await.doing(format!("replacing target {id}"))
     })?;
     // Change the roster before the target is created, which takes long. If the command is

@@ -49,7 +49,7 @@ struct ShownTenant {
 
 /// Runs the command.
 pub fn run(command: TenantCommand, node: &NodeArgs) -> Result<()> {
-    session::run_small(node, super::options(), async |client| {
+    session::administer(node, async |client| {
         let ask = async |request| client.administer(AdminRequest::Accounts(request)).await;
         match command {
             TenantCommand::Create { name } => {

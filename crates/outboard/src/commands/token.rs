@@ -88,7 +88,7 @@ pub fn run(command: TokenCommand, node: &NodeArgs) -> Result<()> {
             let lifetime_s = valid.map_or(0, |valid| u32::try_from(valid.0.as_secs()).unwrap_or(u32::MAX));
             let key = key.map(|key| *key.as_bytes());
             let request = AdminRequest::IssueCapability { grants, key, lifetime_s };
-            let issued = session::run_small(node, super::options(), async move |client| {
+            let issued = session::administer(node, async move |client| {
                 match client.administer(request).await.doing(doing)? {
                     AdminReply::Capability(issued) => Ok(issued),
                     _ => Err(Failure::new(doing, unexpected())),

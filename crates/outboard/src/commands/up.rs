@@ -297,6 +297,7 @@ fn serve(dir: &NodeDir, config: &Config, background: bool) -> std::result::Resul
     let state = NodeState {
         placement: config.placement,
         endpoint: None,
+        control: None,
         engine: None,
         emulated: false,
         targets: known.map(|t| MountedTarget { path: t.path().to_owned(), uuid: t.uuid() }).collect(),

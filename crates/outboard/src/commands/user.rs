@@ -146,7 +146,7 @@ pub fn run(command: UserCommand, node: &NodeArgs) -> Result<()> {
             let doing = format!("removing user {name}");
             order(node, AccountRequest::RemoveUser { user: name }, doing)
         }
-        UserCommand::Ls { tenant, json } => session::run_small(node, super::options(), async move |client| {
+        UserCommand::Ls { tenant, json } => session::administer(node, async move |client| {
             let doing = "listing the users";
             let request = AdminRequest::Accounts(AccountRequest::ListUsers { tenant });
             match client.administer(request).await.doing(doing)? {
@@ -177,7 +177,7 @@ pub fn revoke(args: RevokeArgs, node: &NodeArgs) -> Result<()> {
 
 /// Runs `outboard whoami`.
 pub fn who_am_i(args: WhoAmIArgs, node: &NodeArgs) -> Result<()> {
-    session::run_small(node, super::options(), async move |client| {
+    session::administer(node, async move |client| {
         let doing = "asking the node who you are";
         match client.administer(AdminRequest::WhoAmI).await.doing(doing)? {
             AdminReply::Me(user) if args.json => output::json(&ShownUser::from(&*user)),
@@ -189,7 +189,7 @@ pub fn who_am_i(args: WhoAmIArgs, node: &NodeArgs) -> Result<()> {
 }
 
 fn order(node: &NodeArgs, request: AccountRequest, doing: String) -> Result<()> {
-    session::run_small(node, super::options(), async move |client| {
+    session::administer(node, async move |client| {
         client.administer(AdminRequest::Accounts(request)).await.map(drop).doing(doing)
     })
 }

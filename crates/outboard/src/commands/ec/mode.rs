@@ -33,7 +33,7 @@ pub struct ModeArgs {
 
 /// Runs the command.
 pub fn run(args: ModeArgs, node: &NodeArgs) -> Result<()> {
-    let coding = session::run(node, crate::commands::options(), async move |client| {
+    let coding = session::administer(node, async move |client| {
         if let Some(mode) = args.mode {
             client.set_coding_mode(mode).await.doing("changing the coding mode")?;
         }

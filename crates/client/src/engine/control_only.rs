@@ -1,0 +1,118 @@
+//! [`ControlEngine`]: administers a node over its control plane, without a session.
+
+use std::sync::Arc;
+
+use base::BoxFuture;
+use control::{ControlClient, ControlError};
+use tokio::time::Instant;
+use wire::{AdminReply, AdminRequest, List, Listed, Mutated, Query, QueryAnswer, UploadId};
+
+use super::{
+    Administration, BoxCall, Call, Capabilities, ChangeRequest, ControlPlane, Engine, EngineLimits,
+    ReadReply, ReadRequest, Refused,
+};
+use crate::options::ControlWay;
+use crate::{Error, Options, Result};
+
+/// A function that returns the current address of a node's control plane.
+type FindControl = Box<dyn Fn() -> Option<String> + Send + Sync>;
+
+/// An engine for operators who know the address of the control plane. It opens no session on the data
+/// path, so it refuses all requests about objects.
+pub struct ControlEngine {
+    plane: ControlWay,
+    find: FindControl,
+}
+
+impl ControlEngine {
+    /// Creates an engine for the node whose control plane is at the address that `find` returns.
+    /// Each attempt of a request asks again, because the address may change when the osd restarts.
+    pub fn new(
+        options: &Options,
+        find: impl Fn() -> Option<String> + Send + Sync + 'static,
+    ) -> ControlEngine {
+        let over_grpc = || ControlWay(Arc::new(ControlClient::new(options.trust.clone())));
+        ControlEngine { plane: options.control.clone().unwrap_or_else(over_grpc), find: Box::new(find) }
+    }
+}
+
+impl std::fmt::Debug for ControlEngine {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("ControlEngine").field("control", &(self.find)()).finish_non_exhaustive()
+    }
+}
+
+fn no_objects() -> Error {
+    Error::Unsupported("the client only administers the node; open a session to access objects".into())
+}
+
+impl Engine for ControlEngine {
+    fn name(&self) -> &'static str {
+        "control"
+    }
+
+    fn mutate(&self, _: ChangeRequest, _: Instant) -> BoxCall<'_, Mutated> {
+        Box::new(Refused(no_objects))
+    }
+
+    fn read(&self, _: ReadRequest, _: Instant) -> BoxCall<'_, ReadReply> {
+        Box::new(Refused(no_objects))
+    }
+
+    fn query(&self, _: Query, _: Instant) -> BoxCall<'_, Vec<QueryAnswer>> {
+        Box::new(Refused(no_objects))
+    }
+
+    fn list(&self, _: List, _: Instant) -> BoxCall<'_, Listed> {
+        Box::new(Refused(no_objects))
+    }
+
+    fn next_upload(&self) -> Result<UploadId> {
+        Err(no_objects())
+    }
+
+    fn limits(&self) -> EngineLimits {
+        EngineLimits::PROTOCOL
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        Capabilities::NONE
+    }
+
+    fn administration(&self) -> Option<&dyn Administration> {
+        Some(self)
+    }
+
+    fn close(&self) -> BoxFuture<'_, ()> {
+        Box::pin(std::future::ready(()))
+    }
+}
+
+impl Administration for ControlEngine {
+    fn administer(&self, request: AdminRequest, _: Instant) -> BoxCall<'_, AdminReply> {
+        Box::new(AdminCall { plane: &*self.plane.0, find: &self.find, request, is_repeated: false })
+    }
+}
+
+/// An administrative request, with its attempts.
+struct AdminCall<'a> {
+    plane: &'a dyn ControlPlane,
+    find: &'a FindControl,
+    request: AdminRequest,
+    /// Whether an attempt was made, which may have taken effect.
+    is_repeated: bool,
+}
+
+impl Call<AdminReply> for AdminCall<'_> {
+    fn attempt(&mut self) -> BoxFuture<'_, Result<AdminReply>> {
+        Box::pin(async {
+            let endpoint = (self.find)();
+            let is_repeated = std::mem::replace(&mut self.is_repeated, true);
+            let answer = self.plane.administer(endpoint.as_deref(), self.request.clone(), is_repeated).await;
+            answer.map_err(|e| match e {
+                ControlError::Refused(error) => Error::Node(error),
+                other => Error::Control(other),
+            })
+        })
+    }
+}
