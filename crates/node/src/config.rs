@@ -432,19 +432,17 @@ impl NetworkSection {
 /// Configuration keys of section `control`.
 #[derive(Debug, Clone, PartialEq, Eq, confique::Config)]
 pub struct ControlSection {
-    /// Address of the control plane (gRPC), over which the node is administered: "auto" (a free port,
-    /// at the host of `listen`) or an address with a port. The osd tells its clients the address.
+    /// Address of the control plane (gRPC), over which the node is administered: "auto" (a free port at
+    /// the host of `listen`, which the osd uses again at its next starts) or an address with a port. The
+    /// osd tells its clients the address.
     #[config(default = "auto")]
     pub listen: String,
 }
 
 impl ControlSection {
-    /// Returns the address to bind, for an osd that listens at `listen`.
-    pub fn address(&self, listen: &str) -> String {
-        match self.listen.as_str() {
-            "auto" => format!("{}:0", listen.rsplit_once(':').map_or(listen, |(host, _)| host)),
-            address => address.to_owned(),
-        }
+    /// Returns the address; `None` if the osd chooses the port.
+    pub fn address(&self) -> Option<&str> {
+        Some(self.listen.as_str()).filter(|listen| *listen != "auto")
     }
 }
 

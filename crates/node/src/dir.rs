@@ -12,6 +12,7 @@
 //! DIR/run/state.json       state of the processes, for `status` and for finding the endpoint
 //! DIR/run/store.sock       control socket between osd and store
 //! DIR/run/store.debug      debug socket of the store
+//! DIR/run/control.port     last port of the control plane, unless `control.listen` names one
 //! DIR/log/ROLE.log         logs of the roles
 //! ```
 //!

@@ -11,6 +11,7 @@ pub mod checkup;
 pub mod coding;
 pub mod config;
 pub mod config_file;
+pub mod control_port;
 pub mod cpus;
 pub mod debug;
 pub mod debug_socket;

@@ -16,9 +16,9 @@ const LAST_PORT: u16 = 7499;
 /// The ports that a new node tries if there are not enough ports in a row up to `LAST_PORT`. They too
 /// lie below the system's range for outgoing traffic, so no connection, not even a closed one that the
 /// system remembers for a minute, breaks the row.
-const FURTHER_PORTS: RangeInclusive<u16> = 20_000..=32_767;
+pub(super) const FURTHER_PORTS: RangeInclusive<u16> = 20_000..=32_767;
 
-fn port_of(listen: &str) -> Option<u16> {
+pub(super) fn port_of(listen: &str) -> Option<u16> {
     listen.rsplit_once(':')?.1.parse().ok()
 }
 

@@ -487,3 +487,36 @@ fn a_node_serves_clients_while_its_logs_cannot_be_written() {
     assert_eq!(outboard(node.dir.path(), &["get", "p/o", "-"]).stdout, b"content");
     assert!(node.down().status.success());
 }
+
+#[test]
+fn the_control_plane_keeps_its_port_until_another_program_uses_it() {
+    let node = Node::new();
+    let port = || -> u16 {
+        let port = std::fs::read_to_string(node.dir.path().join("run/control.port")).unwrap();
+        let port = port.trim().parse().unwrap();
+        let bound = std::net::TcpListener::bind(("127.0.0.1", port));
+        assert_eq!(bound.unwrap_err().kind(), std::io::ErrorKind::AddrInUse, "the osd listens at the port");
+        let pools = outboard(node.dir.path(), &["pool", "ls"]);
+        assert!(pools.status.success(), "{}", said(&pools));
+        port
+    };
+    node.up("dpu", "1");
+    let first = port();
+    let before = node.process("osd", |p| p["state"] == "running");
+    signal(&before, Signal::KILL);
+    node.process("osd", |p| p["state"] == "running" && p["pid"] != before["pid"]);
+    assert_eq!(port(), first, "after a crash of the osd");
+    node.down();
+    node.up("dpu", "1");
+    assert_eq!(port(), first, "after a restart of the node");
+    node.down();
+    let taken = std::net::TcpListener::bind(("127.0.0.1", first)).unwrap();
+    node.up("dpu", "1");
+    let second = port();
+    assert_ne!(second, first);
+    drop(taken);
+    node.down();
+    node.up("dpu", "1");
+    assert_eq!(port(), second, "the new port is remembered");
+    node.down();
+}

@@ -24,6 +24,7 @@ use crate::announce::Ready;
 use crate::audit_file::{AUDIT_LOG, AuditFile};
 use crate::coding;
 use crate::config::Config;
+use crate::control_port::{self, LAST_PORT};
 use crate::cpus::{ChannelSide, Cpus, ThreadCount};
 use crate::debug::Controls;
 use crate::failure::{Doing, Failure, Result};
@@ -89,10 +90,14 @@ async fn serve(
     // The role runs in the node's directory.
     let keys = NodeKeys::settle(Path::new("")).doing("reading the node's keys")?;
     let listen = listen.unwrap_or_else(|| config.listen.clone());
-    let control_address = config.control.address(&listen);
-    let control = ControlListener::bind(&control_address).map_err(|e| {
+    let control = match config.control.address() {
+        Some(address) => ControlListener::bind(address),
+        None => control_port::bind(&listen, Path::new(LAST_PORT)),
+    };
+    let control = control.map_err(|e| {
+        let at = config.control.address().unwrap_or("a free port");
         let why = format!("{e}; choose another address with control.listen");
-        Failure::new(format!("serving the control plane at {control_address}"), why)
+        Failure::new(format!("serving the control plane at {at}"), why)
     })?;
     let shards = shard_count(&config, cpus, &listen)?;
     let listen = port::settle(&listen, shards);
