@@ -1,5 +1,6 @@
 //! Errors of the client.
 
+use std::fmt;
 use std::time::Duration;
 
 use control::ControlError;
@@ -8,6 +9,30 @@ use messenger::MessengerError;
 
 /// Result of a call to the client library.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// How long a call has waited, and for what.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Waited {
+    /// Time limit of the call.
+    pub after: Duration,
+    /// Why the client could not reach the node at the end; `None` if it was connected.
+    pub why: Option<String>,
+}
+
+impl From<Duration> for Waited {
+    fn from(after: Duration) -> Waited {
+        Waited { after, why: None }
+    }
+}
+
+impl fmt::Display for Waited {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.why {
+            Some(why) => write!(f, "{:?}: {why}", self.after),
+            None => write!(f, "{:?}; check that the node runs", self.after),
+        }
+    }
+}
 
 /// Reason why a call to the client library failed.
 #[derive(Debug, thiserror::Error)]
@@ -25,11 +50,18 @@ pub enum Error {
     /// The control plane failed, and another attempt does not help.
     #[error(transparent)]
     Control(#[from] ControlError),
+    /// The node accepts the capability of the session no longer, and the control plane has not issued
+    /// another one yet. The client tries again.
+    #[error("{why}, and there is no new one yet: {error}")]
+    NoCapability {
+        /// Why the node refuses the capability.
+        why: String,
+        /// Why there is no new one.
+        error: Box<Error>,
+    },
     /// No answer arrived in time. A change may have taken effect.
-    #[error(
-        "no answer arrived within {0:?}; check that the node runs, then check whether the request took effect"
-    )]
-    TimedOut(Duration),
+    #[error("no answer arrived within {0}; then check whether the request took effect")]
+    TimedOut(Waited),
     /// A change was sent, but its result cannot be learnt, for the given reason. The change may
     /// have taken effect.
     #[error(

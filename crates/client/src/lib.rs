@@ -48,7 +48,7 @@ mod upload;
 pub use client::Client;
 pub use compound::{Compound, PutOptions};
 pub use download::RangeReader;
-pub use error::{Error, Result};
+pub use error::{Error, Result, Waited};
 pub use list::Listing;
 pub use object::{Description, Object, OmapPage};
 pub use options::{ControlWay, Options};

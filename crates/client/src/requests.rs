@@ -8,7 +8,7 @@ use tokio::time::Instant;
 use wire::{AdminReply, AdminRequest, List, Listed, Mutated, Query, QueryAnswer};
 
 use crate::engine::{BoxCall, ChangeRequest, Engine, ReadReply, ReadRequest};
-use crate::{Error, Options, Result};
+use crate::{Error, Options, Result, Waited};
 
 /// Pause before the second attempt of a request. The pause doubles with each further attempt, up to
 /// [`RETRY_PAUSE_MAX`].
@@ -80,9 +80,10 @@ impl Requests {
     async fn run<'a, T>(&'a self, begin: impl FnOnce(Instant) -> BoxCall<'a, T>) -> Result<T> {
         let timeout = self.options.request_timeout;
         let deadline = Instant::now() + timeout;
+        let mut begun = None;
         let attempts = async {
             let _permit = self.permits.acquire().await.map_err(|_| Error::Closed)?;
-            let mut call = begin(deadline);
+            let call = begun.insert(begin(deadline));
             let mut pause = RETRY_PAUSE;
             loop {
                 match call.attempt().await {
@@ -95,6 +96,10 @@ impl Requests {
                 pause = (pause * 2).min(RETRY_PAUSE_MAX);
             }
         };
-        tokio::time::timeout_at(deadline, attempts).await.unwrap_or(Err(Error::TimedOut(timeout)))
+        if let Ok(outcome) = tokio::time::timeout_at(deadline, attempts).await {
+            return outcome;
+        }
+        let why = begun.and_then(|call| call.obstacle());
+        Err(Error::TimedOut(Waited { after: timeout, why }))
     }
 }

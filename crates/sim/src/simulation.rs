@@ -538,7 +538,7 @@ async fn execute(client: &Client, request: &Request, patience: Duration) -> Outc
         }
         Request::List(list) => {
             let found = tokio::time::timeout(patience, names(client, list)).await;
-            Outcome::of_listing(&found.unwrap_or(Err(client::Error::TimedOut(patience))))
+            Outcome::of_listing(&found.unwrap_or(Err(client::Error::TimedOut(patience.into()))))
         }
         Request::Admin(_) => Outcome::Done,
     }

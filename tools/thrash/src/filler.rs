@@ -192,7 +192,7 @@ impl Filler {
                             Err(_) => tokio::time::sleep(Duration::from_millis(200)).await,
                         }
                     }
-                    Err(Error::TimedOut(PATIENCE))
+                    Err(Error::TimedOut(PATIENCE.into()))
                 });
             }
             for result in removals.join_all().await {

@@ -187,6 +187,10 @@ struct FaultyCall<'a, T> {
 }
 
 impl<T: Send> Call<T> for FaultyCall<'_, T> {
+    fn obstacle(&self) -> Option<String> {
+        self.call.obstacle()
+    }
+
     fn attempt(&mut self) -> BoxFuture<'_, Result<T>> {
         Box::pin(async {
             let faults = self.faults;

@@ -97,6 +97,11 @@ pub trait Call<T>: Send {
     /// once, for any number of attempts. Attempts after the change took effect return the result of
     /// the change.
     fn attempt(&mut self) -> BoxFuture<'_, Result<T>>;
+
+    /// Returns why the engine cannot send the request now; `None` if it can, or does not know.
+    fn obstacle(&self) -> Option<String> {
+        None
+    }
 }
 
 /// A [`Call`] of any engine.

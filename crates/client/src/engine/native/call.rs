@@ -94,6 +94,10 @@ impl<'a, T> NativeCall<'a, T> {
 }
 
 impl<T: Send> Call<T> for NativeCall<'_, T> {
+    fn obstacle(&self) -> Option<String> {
+        self.session.shared.obstacle()
+    }
+
     fn attempt(&mut self) -> BoxFuture<'_, Result<T>> {
         Box::pin(async {
             let answer = self.try_once().await?;

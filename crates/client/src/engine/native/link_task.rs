@@ -183,6 +183,7 @@ impl LinkTask {
                 }
                 Some(Err(e)) => {
                     tracing::debug!(endpoint, shard = self.shard, error = %e, "cannot reconnect yet");
+                    self.shared().cannot_connect(&e);
                     self.shared().ask_other_links(self.shard);
                     // If this shard alone is unreachable, do not try forever unless a request needs it.
                     if self.pause >= RECONNECT_PAUSE_MAX && self.shared().may_rest(self.shard) {
@@ -242,7 +243,8 @@ impl LinkTask {
                         shared.refused(self.shard, session, &wire::Error::CapabilityRefused { why, control });
                         Ok(None)
                     }
-                    replaced => replaced.map(|()| None),
+                    Err(e) => Err(Error::NoCapability { why, error: Box::new(e) }),
+                    Ok(()) => Ok(None),
                 }
             }
             Err(Error::Node(e)) => {

@@ -64,7 +64,7 @@ impl DialedStrand {
     pub(super) async fn open(&mut self, session: Option<SessionId>, capability: Bytes) -> Result<ShardHello> {
         let timeout = self.timeout;
         let opened = tokio::time::timeout(timeout, self.handshake(session, capability)).await;
-        opened.unwrap_or(Err(Error::TimedOut(timeout)))
+        opened.unwrap_or(Err(Error::TimedOut(timeout.into())))
     }
 
     /// Adds the session that is open on the strand.

@@ -82,6 +82,8 @@ struct State {
     links: Links,
     sizes: ReadSizes,
     closed: bool,
+    /// Why a link could not connect; `None` since a link has connected.
+    obstacle: Option<String>,
     /// Whether a link tells the node that the session has ended, or has told it.
     tells_end: bool,
 }
@@ -146,6 +148,7 @@ impl ClientSession {
             links: Links::new(strand.limits()),
             sizes: ReadSizes::default(),
             closed: false,
+            obstacle: None,
             tells_end: false,
         };
         let shards = state.links.add_missing(state.routes.shards());
@@ -534,7 +537,18 @@ impl Shared {
             tracing::debug!(endpoint, shard, found = opened.shard, "another shard has answered");
             return Ok(None);
         }
+        state.obstacle = None;
         Ok(Some(state.links.attach(shard, strand.clone())))
+    }
+
+    /// Notes why a link cannot connect.
+    pub(super) fn cannot_connect(&self, e: &Error) {
+        self.lock().obstacle = Some(e.to_string());
+    }
+
+    /// Returns why links cannot connect, if none has connected since.
+    pub(super) fn obstacle(&self) -> Option<String> {
+        self.lock().obstacle.clone()
     }
 
     /// Returns the endpoint of a shard; `None` if the osd does not have the shard.

@@ -216,7 +216,7 @@ mod tests {
 
     #[test]
     fn a_copy_ends_only_after_consecutive_paths_without_an_answer() {
-        let timed_out = client::Error::TimedOut(std::time::Duration::from_secs(60));
+        let timed_out = client::Error::TimedOut(std::time::Duration::from_secs(60).into());
         let mut tally = Tally::new("copying");
         for _ in 0..3 {
             for _ in 1..UNANSWERED_MOST {
