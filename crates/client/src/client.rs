@@ -63,9 +63,9 @@ impl Client {
         Ok(Client::over(Arc::new(engine), options))
     }
 
-    /// Opens a session on connections that it shares with the sessions of other clients. Must be called
-    /// on a tokio runtime, which then runs the connections that are opened for this session. The options
-    /// select no network stack.
+    /// Opens a session on connections that it shares with the sessions of other clients. Must be
+    /// called on a tokio runtime, which then runs the connections that are opened for this session.
+    /// The options select no network stack, and name the same identity as the network stack.
     ///
     /// # Errors
     /// [`Error::Network`] if the node cannot be reached, [`Error::Node`] if it refuses this client.

@@ -275,8 +275,8 @@ pub struct OsdSection {
     pub accept_altered_map: bool,
     /// Memory for the data of reads, and of writes that the osd pulls from clients. When this memory
     /// is used up, these requests wait. At least 8MiB, a multiple of 4MiB. Writes of up to 256KiB
-    /// contain their data and use other memory: per connection, up to 256KiB for each of the
-    /// requests that are executed (osd.requests_per_connection), and 4MiB for waiting requests. The
+    /// contain their data and use other memory: up to 256KiB for each of the requests that are
+    /// executed (osd.requests_per_connection), and per connection 4MiB for waiting requests. The
     /// shards divide this memory; each has at least 8MiB.
     #[config(default = "128MiB", validate(within(staging.0, 8 * MIB, 1 << 40) && staging.0.is_multiple_of(4 * MIB), "must be 8MiB to 1TiB, a multiple of 4MiB"))]
     pub staging: ByteSize,
@@ -318,7 +318,8 @@ pub struct OsdSection {
     /// Pause between two searches for parts of unfinished uploads.
     #[config(default = "10m")]
     pub collect_interval: Period,
-    /// Maximum number of requests of one client that are executed at a time: 1 to 4096.
+    /// Maximum number of requests of one session that are executed at a time on a connection: 1 to
+    /// 4096.
     #[config(default = 256, validate((1..=4096).contains(requests_per_connection), "must be 1 to 4096"))]
     pub requests_per_connection: usize,
     /// Maximum number of sessions, and of client connections to each shard: 1 to 65536; fewer

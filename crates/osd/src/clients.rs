@@ -40,6 +40,8 @@ struct OpenConnection {
     connection: Weak<dyn Connection>,
     /// Number of sessions that are attached to the connection.
     sessions: usize,
+    /// Whether a session is being opened on the connection.
+    is_opening: bool,
 }
 
 impl Clients {
@@ -48,7 +50,10 @@ impl Clients {
         let mut table = self.0.borrow_mut();
         table.last += 1;
         let id = table.last;
-        table.open.insert(id, OpenConnection { connection: Arc::downgrade(connection), sessions: 0 });
+        table.open.insert(
+            id,
+            OpenConnection { connection: Arc::downgrade(connection), sessions: 0, is_opening: false },
+        );
         id
     }
 
@@ -95,11 +100,23 @@ impl Clients {
         self.0.borrow().attached.get(&session).is_some_and(|now| now.number == number)
     }
 
-    /// Returns a connection, if it is open, and whether it has any session.
+    /// Notes that a session is being opened on a connection, or that this has ended.
+    pub(crate) fn set_opening(&self, id: ConnectionId, is_opening: bool) {
+        if let Some(open) = self.0.borrow_mut().open.get_mut(&id) {
+            open.is_opening = is_opening;
+        }
+    }
+
+    /// Returns the number of sessions that are attached to a connection.
+    pub(crate) fn sessions_on(&self, id: ConnectionId) -> usize {
+        self.0.borrow().open.get(&id).map_or(0, |open| open.sessions)
+    }
+
+    /// Returns a connection, if it is open, and whether any session uses it.
     pub(crate) fn connection(&self, id: ConnectionId) -> Option<(Arc<dyn Connection>, bool)> {
         let table = self.0.borrow();
         let open = table.open.get(&id)?;
-        Some((open.connection.upgrade()?, open.sessions > 0))
+        Some((open.connection.upgrade()?, open.sessions > 0 || open.is_opening))
     }
 
     /// Returns the number of sessions that are attached to a connection.

@@ -58,7 +58,7 @@ pub struct OsdConfig {
     pub orphan_grace: Duration,
     /// Pause between two runs of the collector.
     pub collect_interval: Duration,
-    /// Maximum number of requests of one connection that the osd executes at a time.
+    /// Maximum number of requests of one session that the osd executes at a time on a connection.
     pub requests_per_connection: usize,
     /// Maximum number of sessions that the osd keeps at a time.
     pub sessions: usize,

@@ -42,9 +42,8 @@ pub(crate) async fn accept(shard: Rc<Shard>, mut listener: Box<dyn Listener>) {
         match listener.accept().await {
             Ok((connection, incoming)) => {
                 let id = shard.clients.connected(&connection);
-                let room = Arc::new(Semaphore::new(shard.config.requests_per_connection));
                 let strands = BTreeMap::new();
-                spawn(Served { shard: Rc::clone(&shard), connection, id, room, strands }.run(incoming));
+                spawn(Served { shard: Rc::clone(&shard), connection, id, strands }.run(incoming));
             }
             Err(e) => tracing::debug!(error = %e, "a peer failed to connect"),
         }
@@ -56,14 +55,12 @@ struct Served {
     shard: Rc<Shard>,
     connection: Arc<dyn Connection>,
     id: ConnectionId,
-    /// One permit for each request of the connection that may be in progress.
-    room: Arc<Semaphore>,
     /// The sessions by their strands.
-    strands: BTreeMap<u32, Strand>,
+    strands: BTreeMap<u32, ServedStrand>,
 }
 
 /// A session on a connection.
-struct Strand {
+struct ServedStrand {
     session: SessionId,
     attachment: AttachmentNumber,
     rights: Rc<SessionRights>,
@@ -73,7 +70,7 @@ struct Strand {
     heard: Instant,
 }
 
-impl Strand {
+impl ServedStrand {
     /// Returns whether the shard accepts requests of the session on this strand.
     fn is_current(&self, shard: &Shard) -> bool {
         shard.clients.is_attached(self.session, self.attachment)
@@ -81,7 +78,7 @@ impl Strand {
 
     /// Ends the strand. Its session may continue on another one.
     fn end(self, shard: &Rc<Shard>) {
-        let Strand { session, attachment, .. } = self;
+        let ServedStrand { session, attachment, .. } = self;
         if shard.clients.detach(session, attachment) {
             let on = shard.share.shard();
             shard.tell_first(move |osd| osd.session_left(session, on, attachment));
@@ -95,8 +92,7 @@ impl Served {
             match incoming.next().await {
                 ConnectionEvent::Message(message) => {
                     let clock = Clock::start();
-                    let Ok(permit) = Arc::clone(&self.room).acquire_owned().await else { break };
-                    if !self.take(message, permit, clock).await {
+                    if !self.take(message, clock).await {
                         self.connection.close().await;
                         break;
                     }
@@ -116,7 +112,7 @@ impl Served {
 
     /// Handles a message. Returns `false` if the message is not a request, so that the caller must
     /// close the connection.
-    async fn take(&mut self, message: Message, permit: OwnedSemaphorePermit, clock: Clock) -> bool {
+    async fn take(&mut self, message: Message, clock: Clock) -> bool {
         let Ok((head, rest)) = wire::decode_head(&message.header) else {
             tracing::warn!(
                 peer = self.connection.peer().address,
@@ -148,30 +144,25 @@ impl Served {
                 self.shard.answer(&self.connection, &head, renewed, Payload::default()).await;
                 return true;
             }
+            RequestBody::CloseSession if self.is_current(head.strand) => {
+                self.close_session(head);
+                return true;
+            }
             RequestBody::CloseSession | RequestBody::Renew { .. } | RequestBody::Object(_) => {}
         }
-        let current = self.strands.get_mut(&head.strand).filter(|strand| strand.is_current(&self.shard));
-        // While the shard accepts requests of a session, nothing else takes permits of its strand.
-        let admitted =
-            current.and_then(|strand| Some((Arc::clone(&strand.room).try_acquire_owned().ok()?, strand)));
-        let Some((session_permit, strand)) = admitted else {
+        let shard = Rc::clone(&self.shard);
+        let Some((strand, permit)) = self.admit(head.strand).await else {
             let why = "the session was resumed on another connection, has ended, or was never opened";
             self.shard.refuse_request(&self.connection, &head, Error::NoSession(why.into())).await;
             return true;
         };
         let session = strand.session;
-        if matches!(body, RequestBody::CloseSession) {
-            drop((permit, session_permit));
-            self.close_session(session, head);
-            return true;
-        }
         if strand.heard.elapsed() >= HEARD_PAUSE {
             strand.heard = Instant::now();
-            self.shard.tell_first(move |osd| osd.session_heard(session));
+            shard.tell_first(move |osd| osd.session_heard(session));
         }
-        let (connection, rights) = (Arc::clone(&self.connection), Rc::clone(&strand.rights));
-        let request = RequestContext { head, session, connection, rights };
-        let shard = Rc::clone(&self.shard);
+        let rights = Rc::clone(&strand.rights);
+        let request = RequestContext { head, session, connection: Arc::clone(&self.connection), rights };
         let running = clock.clone();
         spawn(running.scope(async move {
             let kind = RequestKind::of(&body);
@@ -186,16 +177,31 @@ impl Served {
             if carried_out {
                 shard.times.add(kind, clock.finish());
             }
-            drop((permit, session_permit));
+            drop(permit);
         }));
         true
     }
 
+    /// Returns whether the shard accepts requests on a strand.
+    fn is_current(&self, number: u32) -> bool {
+        self.strands.get(&number).is_some_and(|strand| strand.is_current(&self.shard))
+    }
+
+    /// Returns the session of a strand with a permit for one more request. Waits while the session has
+    /// as many requests in progress as it may. Returns `None` if the strand has no session.
+    async fn admit(&mut self, number: u32) -> Option<(&mut ServedStrand, OwnedSemaphorePermit)> {
+        let room = self.strands.get(&number).filter(|strand| strand.is_current(&self.shard))?.room.clone();
+        // Acquiring fails only if the semaphore was closed, and nothing closes it.
+        let permit = room.acquire_owned().await.ok()?;
+        // The session may have ended meanwhile.
+        let strand = self.strands.get_mut(&number).filter(|strand| strand.is_current(&self.shard))?;
+        Some((strand, permit))
+    }
+
     /// Ends the session once its requests in progress have finished. From now on, the strand has no
     /// session, so further requests are refused.
-    fn close_session(&mut self, session: SessionId, head: RequestHead) {
-        // The strand of the session ends with it.
-        self.strands.remove(&head.strand);
+    fn close_session(&mut self, head: RequestHead) {
+        let Some(ServedStrand { session, .. }) = self.strands.remove(&head.strand) else { return };
         let (shard, connection) = (Rc::clone(&self.shard), Arc::clone(&self.connection));
         spawn(async move {
             let closed = shard.on_first(move |osd| async move { osd.close_session(session).await }).await;
@@ -232,6 +238,11 @@ impl Served {
         Ok(ReplyBody::Renewed)
     }
 
+    /// Returns whether the connection has no room for the strand with this number.
+    fn is_full(&self, strand: u32) -> bool {
+        !self.strands.contains_key(&strand) && self.strands.len() >= MAX_STRANDS
+    }
+
     /// Opens a session on a strand.
     async fn open(
         &mut self,
@@ -250,13 +261,13 @@ impl Served {
             Err(e @ Error::CapabilityRefused { .. }) if capability.is_empty() => return Err(e),
             verified => verified.map_err(|e| self.refuse("open a session", e))?,
         };
-        if !self.strands.contains_key(&strand) && self.strands.len() >= MAX_STRANDS {
+        // Strands whose sessions have left are forgotten before they are more than the others.
+        if self.strands.len() > 2 * self.shard.clients.sessions_on(self.id) || self.is_full(strand) {
             self.strands.retain(|_, strand| strand.is_current(&self.shard));
-            if self.strands.len() >= MAX_STRANDS {
-                let advice = "open another connection".into();
-                let what = "sessions on one connection".into();
-                return Err(Error::Busy { what, limit: MAX_STRANDS as u64, advice });
-            }
+        }
+        if self.is_full(strand) {
+            let (what, advice) = ("sessions on one connection".into(), "open another connection".into());
+            return Err(Error::Busy { what, limit: MAX_STRANDS as u64, advice });
         }
         let room = Arc::new(Semaphore::new(self.shard.config.requests_per_connection));
         let connection = OpeningConnection {
@@ -269,8 +280,11 @@ impl Served {
             room: Arc::clone(&room),
         };
         let opening = move |osd: Rc<Osd>| async move { osd.open_session(presented, connection).await };
-        let (session, attachment) = self.shard.on_first(opening).await??;
-        let opened = Strand { session, attachment, rights, room, heard: Instant::now() };
+        self.shard.clients.set_opening(self.id, true);
+        let opened = self.shard.on_first(opening).await;
+        self.shard.clients.set_opening(self.id, false);
+        let (session, attachment) = opened??;
+        let opened = ServedStrand { session, attachment, rights, room, heard: Instant::now() };
         if let Some(before) = self.strands.insert(strand, opened) {
             // If an earlier session stayed attached, it would keep its slot forever.
             before.end(&self.shard);

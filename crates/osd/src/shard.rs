@@ -438,9 +438,10 @@ impl Shard {
             if !is_shared {
                 return connection.close().await;
             }
-            let result = Err(wire::Error::NoSession("the session has lost its slot".into()));
+            let result =
+                Err(wire::Error::NoSession("it has lost its slot, or an operator has ended it".into()));
             let header = wire::encode_reply(&Reply { strand: attachment.strand, seq: 0, result });
-            // If the connection is lost, the client learns of it when it resumes the session.
+            // If the connection is lost, the client resumes the session, and gets the refusal then.
             drop(connection.send(Message { header, payload: Payload::default() }).await);
         });
     }

@@ -16,8 +16,8 @@ use messenger::{
 use osd::OsdConfig;
 use wire::limits::MAX_STRANDS;
 use wire::{
-    AdminReply, AdminRequest, Error, ObjectReply, Reply, ReplyBody, RequestBody, RequestHead, SessionId,
-    SessionInfo,
+    AdminReply, AdminRequest, Error, ObjectReply, ObjectRequest, Query, Reply, ReplyBody, RequestBody,
+    RequestHead, SessionId, SessionInfo,
 };
 
 use crate::common::{Node, capability, data, moment, stack};
@@ -170,6 +170,91 @@ async fn a_session_that_an_operator_ends_leaves_the_other_sessions_of_its_connec
     assert_eq!(pool.object("log").unwrap().get().await.unwrap().len(), 4);
 }
 
+#[tokio::test]
+async fn changes_in_flight_take_effect_once_when_an_operator_ends_their_session() {
+    let node = Node::start();
+    let (operator, pool) = node.pool().await;
+    let (connections, counting) = shared();
+    let other = connect(&node, &connections).await;
+    let victim = connect(&node, &connections).await;
+    other.pool("pool").unwrap().object("log").unwrap().append("x").await.unwrap();
+    let victims = sessions(&operator).await[2].id;
+    let unknown = AtomicUsize::new(0);
+    let appends = join_all((0..8).map(|_| async {
+        for _ in 0..30 {
+            match victim.pool("pool").unwrap().object("log").unwrap().append("x").await {
+                Ok(_) => {}
+                Err(client::Error::OutcomeUnknown(_)) => drop(unknown.fetch_add(1, Ordering::Relaxed)),
+                Err(e) => panic!("{e}"),
+            }
+        }
+    }));
+    let opened = counting.opened.load(Ordering::Relaxed);
+    let (_, killed) = tokio::join!(appends, operator.administer(AdminRequest::KillSession(victims)));
+    killed.unwrap();
+    let after = sessions(&operator).await;
+    assert!(after.iter().all(|session| session.id != victims), "the session was ended");
+    let (length, unknown) = (pool.object("log").unwrap().get().await.unwrap().len(), unknown.into_inner());
+    assert!((241 - unknown..=241).contains(&length), "{length} bytes, {unknown} changes of unknown outcome");
+    // One shard answers all changes in flight before the client leaves the session. With several
+    // shards, the first that refuses the session ends the wait for the others.
+    let shards = operator.status().await.unwrap().shards.len();
+    assert!(unknown == 0 || shards > 1, "{unknown} changes of unknown outcome");
+    assert_eq!(counting.opened.load(Ordering::Relaxed), opened, "the connections stay");
+}
+
+fn runtime() -> tokio::runtime::Runtime {
+    tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap()
+}
+
+#[tokio::test]
+async fn sessions_outlive_the_runtime_of_their_connection() {
+    let node = Node::start();
+    let (_operator, pool) = node.pool().await;
+    let (connections, counting) = shared();
+    let options = node.options(Options::default());
+    let (shared, endpoint) = (connections.clone(), node.endpoint.clone());
+    let (connected, first) = tokio::sync::oneshot::channel();
+    let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
+    let thread = std::thread::spawn(move || {
+        runtime().block_on(async move {
+            let client = Client::connect_sharing(&shared, &endpoint, options).await.unwrap();
+            client.pool("pool").unwrap().object("log").unwrap().append("x").await.unwrap();
+            connected.send(client).unwrap();
+            let _ = stopped.await;
+        });
+    });
+    let first = first.await.unwrap();
+    let second = connect(&node, &connections).await;
+    second.pool("pool").unwrap().object("log").unwrap().append("x").await.unwrap();
+    let opened = counting.opened.load(Ordering::Relaxed);
+    drop(stop);
+    thread.join().unwrap();
+    for _ in 0..3 {
+        second.pool("pool").unwrap().object("log").unwrap().append("x").await.unwrap();
+    }
+    assert!(counting.opened.load(Ordering::Relaxed) > opened, "a new connection was opened");
+    let third = connect(&node, &connections).await;
+    third.pool("pool").unwrap().object("log").unwrap().append("x").await.unwrap();
+    assert_eq!(pool.object("log").unwrap().get().await.unwrap().len(), 6);
+    drop(first);
+}
+
+#[test]
+fn a_closed_session_is_gone_although_the_runtime_of_its_client_ends_at_once() {
+    let node = Node::start();
+    let (connections, _) = shared();
+    let (operating, used) = (runtime(), runtime());
+    let (operator, _pool) = operating.block_on(node.pool());
+    used.block_on(async {
+        let client = connect(&node, &connections).await;
+        client.pool("pool").unwrap().object("log").unwrap().append("x").await.unwrap();
+        client.close().await;
+    });
+    drop(used);
+    assert_eq!(operating.block_on(sessions(&operator)).len(), 1);
+}
+
 /// A connection on which a test chooses the strands.
 pub(crate) struct Strands {
     connection: Arc<dyn Connection>,
@@ -293,6 +378,74 @@ async fn a_connection_has_a_limited_number_of_strands_and_forgets_those_that_end
     let (mut other, _) = strands_of(&node).await;
     other.open(0, Some(first), &capability).await.unwrap();
     strands.open(u32::MAX, None, &capability).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_session_whose_requests_stall_does_not_stop_the_others_of_its_connection() {
+    let limit = 4;
+    let node = Node::start_with(OsdConfig { requests_per_connection: limit, ..OsdConfig::default() });
+    let (_operator, _pool) = node.pool_of(1).await;
+    let (mut strands, capability) = strands_of(&node).await;
+    for strand in [1, 2, 3] {
+        strands.open(strand, None, &capability).await.unwrap();
+    }
+    strands.call(2, 1, append("other", "x")).await.unwrap();
+    node.hold(true);
+    for seq in 1..=limit as u64 {
+        strands.send(RequestHead { strand: 1, ..head(seq) }, &append("log", "x")).await;
+    }
+    let renew = RequestBody::Renew { capability: capability.clone() };
+    assert_eq!(strands.call(1, 0, renew).await.unwrap(), ReplyBody::Renewed);
+    let read =
+        ObjectRequest::Query(Query { name: crate::raw::name("other"), conditions: vec![], ops: vec![] });
+    assert!(strands.call(2, 2, read.into()).await.is_ok());
+    assert_eq!(strands.call(3, 1, RequestBody::CloseSession).await.unwrap(), ReplyBody::Closed);
+    strands.open(4, None, &capability).await.unwrap();
+    node.hold(false);
+    let mut answered: Vec<u64> = Vec::new();
+    for _ in 0..limit {
+        let reply = strands.reply().await;
+        assert!(reply.strand == 1 && reply.result.is_ok(), "{reply:?}");
+        answered.push(reply.seq);
+    }
+    answered.sort_unstable();
+    assert_eq!(answered, (1..=limit as u64).collect::<Vec<_>>());
+}
+
+#[tokio::test]
+async fn a_session_may_take_the_slot_of_the_only_other_session_of_its_connection() {
+    let node = Node::start_with(OsdConfig { sessions: 1, ..OsdConfig::default() });
+    let (operator, _pool) = node.pool_of(1).await;
+    operator.close().await;
+    let (mut strands, capability) = strands_of(&node).await;
+    strands.open(0, None, &capability).await.unwrap();
+    // A session loses its slot when it has been silent for 10 s. The notice may arrive before the
+    // answer to `Open` or after it.
+    let began = Instant::now();
+    let mut is_told = false;
+    loop {
+        let (oldest, newest, capability) = (wire::VERSION_STRANDS, wire::VERSION, capability.clone());
+        let open = RequestBody::Open { oldest, newest, session: None, capability };
+        strands.send(RequestHead { strand: 1, ..head(0) }, &open).await;
+        let mut reply = strands.reply().await;
+        if reply.strand == 0 {
+            assert!(reply.seq == 0 && is_no_session(reply.result));
+            is_told = true;
+            reply = strands.reply().await;
+        }
+        match reply.result {
+            Ok(_) => break,
+            Err(Error::Busy { .. }) => assert!(began.elapsed() < Duration::from_secs(30)),
+            Err(e) => panic!("{e}"),
+        }
+        tokio::time::sleep(Duration::from_millis(200)).await;
+    }
+    if !is_told {
+        let notice = strands.reply().await;
+        assert!((notice.strand, notice.seq) == (0, 0) && is_no_session(notice.result));
+    }
+    assert_eq!(strands.append(1, 1).await.unwrap(), 1);
+    assert!(is_no_session(strands.append(0, 1).await));
 }
 
 /// A gateway with a key of its own acts for several users of its tenant on one connection.

@@ -39,7 +39,8 @@ const HELP_DELAY: Duration = Duration::from_millis(250);
 enum LinkLoss {
     /// The connection was lost.
     Lost,
-    /// The session has removed the connection, because it has another id or other shards now.
+    /// The session has removed the connection, because it has another id or other shards now. Or the
+    /// node has no session on the connection.
     Detached,
 }
 
@@ -108,7 +109,7 @@ impl LinkTask {
         tokio::select! {
             biased;
             () = self.send_unsent(strand, *number) => LinkLoss::Detached,
-            () = self.receive(incoming, *number) => LinkLoss::Lost,
+            loss = self.receive(incoming, *number) => loss,
         }
     }
 
@@ -130,21 +131,22 @@ impl LinkTask {
         }
     }
 
-    /// Receives answers. Returns when the connection is lost.
-    async fn receive(&self, incoming: &mut StrandIncoming, number: u64) {
+    /// Receives answers. Returns when the connection is lost, or has no session any more.
+    async fn receive(&self, incoming: &mut StrandIncoming, number: u64) -> LinkLoss {
         loop {
             match incoming.next().await {
-                // The answer says that the connection has no session if the node has attached the
-                // session to an earlier, abandoned connection. This happens if the node received
-                // the request to open the session on the abandoned connection last.
+                // The strand has no session if the session has lost its slot, if an operator has ended
+                // it, or if the node has attached it to an earlier, abandoned connection. The last case
+                // happens if the node received the request to open the session on the abandoned
+                // connection last.
                 StrandEvent::Reply(reply, payload) => {
                     if !self.shared().take_answer(self.shard, number, reply, payload) {
-                        return;
+                        return LinkLoss::Detached;
                     }
                 }
                 StrandEvent::Lost(e) => {
                     tracing::info!(shard = self.shard, error = %e, "connection lost");
-                    return;
+                    return LinkLoss::Lost;
                 }
             }
         }

@@ -16,6 +16,9 @@ struct ShardConnection {
     /// Whether callers may send on the connection. They wait until the link's task has sent all
     /// requests that were waiting for the connection.
     is_ready: bool,
+    /// Whether the node has no session on the connection any more. The link waits for the answers to
+    /// the requests in flight, and then gives the connection up.
+    is_draining: bool,
 }
 
 #[derive(Default)]
@@ -69,8 +72,23 @@ impl Links {
         assert!(link.connection.is_none(), "a link has one connection at a time");
         link.is_asked = false;
         let number = self.connections;
-        self.link_mut(shard).connection = Some(ShardConnection { strand, number, is_ready: false });
+        self.link_mut(shard).connection =
+            Some(ShardConnection { strand, number, is_ready: false, is_draining: false });
         number
+    }
+
+    /// Sends nothing more on a link's connection with this number.
+    pub(crate) fn drain(&mut self, shard: u16, number: u64) {
+        let connection = self.link_mut(shard).connection.as_mut();
+        if let Some(attached) = connection.filter(|attached| attached.number == number) {
+            (attached.is_ready, attached.is_draining) = (false, true);
+        }
+    }
+
+    /// Returns whether the link only waits for answers on its connection with this number.
+    pub(crate) fn is_draining(&self, shard: u16, number: u64) -> bool {
+        let connection = self.link(shard).connection.as_ref();
+        connection.is_some_and(|attached| attached.number == number && attached.is_draining)
     }
 
     /// Removes a link's connection with this number. Returns `false` if the link has it no longer.

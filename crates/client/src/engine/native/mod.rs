@@ -89,12 +89,13 @@ impl NativeEngine {
         endpoint: &str,
         options: &Options,
     ) -> Result<NativeEngine> {
-        NativeEngine::connect_by(Dialer::Own(stack), endpoint, options).await
+        let control = ControlWay(Arc::new(ControlClient::new(options.trust.clone())));
+        NativeEngine::connect_by(Dialer::Own(stack), control, endpoint, options).await
     }
 
     /// Opens a session on connections that it shares with other sessions. Must be called on a tokio
-    /// runtime, which then runs the connections that are opened for this session. The options select no
-    /// network stack.
+    /// runtime, which then runs the connections that are opened for this session. The options select
+    /// no network stack, and name the same identity as the network stack.
     ///
     /// # Errors
     /// [`Error::Network`] if the node cannot be reached, [`Error::Node`] if it refuses this client.
@@ -103,12 +104,17 @@ impl NativeEngine {
         endpoint: &str,
         options: &Options,
     ) -> Result<NativeEngine> {
-        NativeEngine::connect_by(Dialer::Shared(connections.clone()), endpoint, options).await
+        let control = connections.control(options);
+        NativeEngine::connect_by(Dialer::Shared(connections.clone()), control, endpoint, options).await
     }
 
-    async fn connect_by(dialer: Dialer, endpoint: &str, options: &Options) -> Result<NativeEngine> {
-        let over_grpc = || ControlWay(Arc::new(ControlClient::new(options.trust.clone())));
-        let control = options.control.clone().unwrap_or_else(over_grpc);
+    async fn connect_by(
+        dialer: Dialer,
+        over_grpc: ControlWay,
+        endpoint: &str,
+        options: &Options,
+    ) -> Result<NativeEngine> {
+        let control = options.control.clone().unwrap_or(over_grpc);
         let session = ClientSession::open(dialer, endpoint, options.clone(), control.clone()).await?;
         Ok(NativeEngine { session, control })
     }

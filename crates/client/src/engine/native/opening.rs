@@ -7,7 +7,7 @@ use bytes::Bytes;
 use messenger::{ConnectOptions, Message, NetworkStack};
 use wire::{ReplyBody, RequestBody, RequestHead, SessionId};
 
-use super::shared_connections::SharedConnections;
+use super::shared_connections::{JoinedStrand, SharedConnections};
 use super::strand::{Strand, StrandEvent, StrandIncoming};
 use crate::{Error, Options, Result};
 
@@ -25,6 +25,9 @@ pub(super) struct DialedStrand {
     strand: Strand,
     incoming: StrandIncoming,
     timeout: Duration,
+    /// Whether the connection may be dead without the client knowing: another session uses it, or the
+    /// node has refused to open the session before.
+    was_open: bool,
 }
 
 /// What the osd has answered to `Open`.
@@ -48,14 +51,18 @@ pub(super) struct OpenedStrand {
 /// Connects to an endpoint, or takes a strand of a connection to it.
 pub(super) async fn dial(dialer: &Dialer, endpoint: &str, options: &Options) -> Result<DialedStrand> {
     let timeout = options.connect_timeout;
-    let (strand, incoming) = match dialer {
+    let (strand, incoming, was_open) = match dialer {
         Dialer::Own(stack) => {
             let (connection, incoming) = stack.connect(endpoint, ConnectOptions { timeout }).await?;
-            Strand::own(connection, incoming)
+            let (strand, incoming) = Strand::own(connection, incoming);
+            (strand, incoming, false)
         }
-        Dialer::Shared(connections) => connections.strand(endpoint, timeout).await?,
+        Dialer::Shared(connections) => {
+            let JoinedStrand { strand, incoming, was_open } = connections.strand(endpoint, timeout).await?;
+            (strand, incoming, was_open)
+        }
     };
-    Ok(DialedStrand { strand, incoming, timeout })
+    Ok(DialedStrand { strand, incoming, timeout, was_open })
 }
 
 impl DialedStrand {
@@ -64,7 +71,17 @@ impl DialedStrand {
     pub(super) async fn open(&mut self, session: Option<SessionId>, capability: Bytes) -> Result<ShardHello> {
         let timeout = self.timeout;
         let opened = tokio::time::timeout(timeout, self.handshake(session, capability)).await;
-        opened.unwrap_or(Err(Error::TimedOut(timeout.into())))
+        let opened = opened.unwrap_or(Err(Error::TimedOut(timeout.into())));
+        if matches!(opened, Err(Error::TimedOut(_) | Error::Network(_))) {
+            self.strand.distrust();
+        }
+        self.was_open |= matches!(opened, Err(Error::Node(_)));
+        opened
+    }
+
+    /// Returns whether the connection was open before this attempt to open the session.
+    pub(super) fn was_open(&self) -> bool {
+        self.was_open
     }
 
     /// Adds the session that is open on the strand.

@@ -339,11 +339,11 @@ impl Shared {
         let ended = async {
             if is_first {
                 let message = Message { header, payload: Default::default() };
-                if let Err(e) = strand.send(message).await {
+                if let Err(e) = strand.send_last(message).await {
                     tracing::debug!(error = %e, "could not tell the node that the session has ended");
                 }
             }
-            strand.close(is_first).await;
+            strand.close().await;
         };
         if tokio::time::timeout(CLOSE_TIME, ended).await.is_err() {
             tracing::debug!(shard, "could not end the session in time");
@@ -415,6 +415,9 @@ impl Shared {
             return NextSend::Detached;
         }
         loop {
+            if state.links.is_draining(shard, number) {
+                return NextSend::Nothing;
+            }
             let Some(seq) = state.table.first_unsent(shard) else {
                 state.links.set_ready(shard);
                 return NextSend::Nothing;
@@ -442,38 +445,43 @@ impl Shared {
     pub(super) fn take_answer(&self, shard: u16, number: u64, reply: Reply, payload: Payload) -> bool {
         let mut state = self.lock();
         if matches!(reply.result, Err(wire::Error::NoSession(_) | wire::Error::CapabilityRefused { .. })) {
-            if reply.seq == 0 && state.table.is_in_flight_on(number) {
-                // The session has lost its slot. The answers to the requests in flight tell which of them
-                // the node has executed.
-                return true;
-            }
             // The node has not executed this attempt.
-            let State { table, routes, .. } = &mut *state;
+            let State { table, routes, links, .. } = &mut *state;
             let refused = table.get_mut(reply.seq).filter(|pending| pending.is_in_flight_on(number));
             let region = refused.and_then(|pending| pending.withdraw(routes));
+            // The answers to the other requests in flight tell which of them the node has executed. Then
+            // the link opens the session again, if necessary with a new capability.
+            links.drain(shard, number);
+            let is_drained = !table.is_in_flight_on(number);
             drop(state);
             region.into_iter().for_each(BulkRegion::finish);
-            // The link opens the session again, if necessary with a new capability.
-            return false;
+            return !is_drained;
         }
+        if reply.seq == 0 {
+            // The node has answered to a new capability.
+            return reply.result.is_ok();
+        }
+        let is_last =
+            |state: &State| state.links.is_draining(shard, number) && !state.table.is_in_flight_on(number);
         if let Err(wire::Error::WrongShard { groups, shards }) = reply.result {
             let region = state.reroute(reply.seq, (shard, number), groups, shards);
+            let is_last = is_last(&state);
             drop(state);
             region.into_iter().for_each(BulkRegion::finish);
-            return true;
+            return !is_last;
         }
-        let Some(pending) = state.table.get_mut(reply.seq) else { return true };
+        let Some(pending) = state.table.get_mut(reply.seq) else { return !is_last(&state) };
         if !pending.is_in_flight_on(number) {
-            return true;
+            return !is_last(&state);
         }
-        let Some((done, region)) = pending.end_attempt() else { return true };
+        let Some((done, region)) = pending.end_attempt() else { return !is_last(&state) };
         drop(state);
         // The node no longer needs the offered memory. The offer is closed without the lock, so
         // that other callers do not wait.
         region.into_iter().for_each(BulkRegion::finish);
         let mut state = self.lock();
         let State { table, sizes, .. } = &mut *state;
-        let Some(pending) = table.get_mut(reply.seq) else { return true };
+        let Some(pending) = table.get_mut(reply.seq) else { return !is_last(&state) };
         let outcome = match reply.result {
             Ok(body) => {
                 if let Some((pool, size)) = pending.size_read(&body) {
@@ -483,10 +491,11 @@ impl Shared {
             }
             Err(e) => Err(pending.refused(e)),
         };
+        let is_last = is_last(&state);
         drop(state);
         // The caller may have been cancelled; ignore the error of the channel.
         drop(done.send(outcome));
-        true
+        !is_last
     }
 
     /// Returns the session to present on a new connection. If there is none, only one link at a
@@ -655,6 +664,11 @@ async fn connect_while_busy(
             }
             Err(Error::Node(e)) if is_passing(&e) && Instant::now() + pause < deadline => {
                 tracing::debug!(endpoint, error = %e, "the node does not accept the session yet; trying again");
+            }
+            Err(Error::Network(MessengerError::ConnectionLost(e)))
+                if dialed.was_open() && Instant::now() + pause < deadline =>
+            {
+                tracing::debug!(endpoint, error = %e, "an open connection was lost; connecting again");
             }
             outcome => return outcome.map(|opened| dialed.with(opened)),
         }

@@ -1,5 +1,5 @@
-//! [`Strand`] and [`StrandIncoming`]: the way of one session to one shard. It is a connection of its own,
-//! or one of the strands of a connection that several sessions share.
+//! [`Strand`] and [`StrandIncoming`]: a session on a connection to a shard. The session may have the
+//! connection for itself, or share it with other sessions.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,23 +11,23 @@ use wire::Reply;
 
 use super::shared_connections::SharedConnection;
 
-/// The sending half of a strand. Clones send on the same strand. The strand ends when all clones and the
-/// receiving half are dropped.
+/// The sending half of a strand. Clones send on the same strand. The strand ends when all clones and
+/// the receiving half are dropped.
 #[derive(Clone)]
 pub(crate) struct Strand {
     connection: Arc<dyn Connection>,
-    place: Arc<StrandPlace>,
+    hold: Arc<StrandHold>,
 }
 
 /// The receiving half of a strand.
 pub(crate) struct StrandIncoming {
     events: Events,
-    place: Arc<StrandPlace>,
+    hold: Arc<StrandHold>,
 }
 
 enum Events {
     OfConnection(Box<dyn Incoming>),
-    OfStrand(mpsc::UnboundedReceiver<StrandEvent>),
+    OfStrand(mpsc::Receiver<StrandEvent>),
 }
 
 /// An event of a strand. Events arrive in order.
@@ -38,16 +38,16 @@ pub(crate) enum StrandEvent {
     Lost(MessengerError),
 }
 
-/// The place of a strand on its connection.
-struct StrandPlace {
+/// Keeps a strand open. Both halves own it together.
+struct StrandHold {
     number: u32,
-    /// The connection that the strand shares with others; `None` if the connection is the strand's own.
+    /// The connection that the session shares with others; `None` if it has the connection for itself.
     shared: Option<Arc<SharedConnection>>,
-    /// Whether the client has told the node to end the session of the strand. The strand ends with it.
+    /// Whether the client has told the node to end the session. The strand ends with it.
     is_over: AtomicBool,
 }
 
-impl Drop for StrandPlace {
+impl Drop for StrandHold {
     fn drop(&mut self) {
         if let Some(shared) = &self.shared {
             shared.leave(self.number, !*self.is_over.get_mut());
@@ -56,42 +56,42 @@ impl Drop for StrandPlace {
 }
 
 impl Strand {
-    /// Makes a connection the only strand of itself.
+    /// The only strand of a connection.
     pub(crate) fn own(
         connection: Arc<dyn Connection>,
         incoming: Box<dyn Incoming>,
     ) -> (Strand, StrandIncoming) {
-        let place = Arc::new(StrandPlace { number: 0, shared: None, is_over: AtomicBool::new(false) });
-        Strand::at(connection, Events::OfConnection(incoming), place)
+        let hold = Arc::new(StrandHold { number: 0, shared: None, is_over: AtomicBool::new(false) });
+        Strand::held(connection, Events::OfConnection(incoming), hold)
     }
 
-    /// The strand with this number of a shared connection, which sends the events of the strand to `events`.
+    /// The strand with this number of a shared connection, which sends the strand's events to `events`.
     pub(super) fn of(
         shared: Arc<SharedConnection>,
         number: u32,
-        events: mpsc::UnboundedReceiver<StrandEvent>,
+        events: mpsc::Receiver<StrandEvent>,
     ) -> (Strand, StrandIncoming) {
         let connection = Arc::clone(shared.connection());
-        let place = Arc::new(StrandPlace { number, shared: Some(shared), is_over: AtomicBool::new(false) });
-        Strand::at(connection, Events::OfStrand(events), place)
+        let hold = Arc::new(StrandHold { number, shared: Some(shared), is_over: AtomicBool::new(false) });
+        Strand::held(connection, Events::OfStrand(events), hold)
     }
 
-    fn at(
+    fn held(
         connection: Arc<dyn Connection>,
         events: Events,
-        place: Arc<StrandPlace>,
+        hold: Arc<StrandHold>,
     ) -> (Strand, StrandIncoming) {
-        (Strand { connection, place: Arc::clone(&place) }, StrandIncoming { events, place })
+        (Strand { connection, hold: Arc::clone(&hold) }, StrandIncoming { events, hold })
     }
 
     /// Returns the number of the strand on its connection.
     pub(crate) fn number(&self) -> u32 {
-        self.place.number
+        self.hold.number
     }
 
     /// Whether other sessions may use the connection too.
     pub(crate) fn is_shared(&self) -> bool {
-        self.place.shared.is_some()
+        self.hold.shared.is_some()
     }
 
     /// Returns the connection. Offers of memory belong to it, and not to the strand.
@@ -108,12 +108,29 @@ impl Strand {
         self.connection.send(message).await
     }
 
-    /// Closes the connection, if it is the strand's own. `is_over` says that the client has told the node
-    /// to end the session.
-    pub(crate) async fn close(self, is_over: bool) {
-        self.place.is_over.store(is_over, Ordering::Relaxed);
+    /// Sends the message that ends the session, and waits until the node has received it.
+    pub(crate) async fn send_last(&self, message: Message) -> messenger::Result<()> {
+        let answered = self.hold.shared.as_ref().map(|shared| shared.await_end(self.number()));
+        self.connection.send(message).await?;
+        self.hold.is_over.store(true, Ordering::Relaxed);
+        if let Some(answered) = answered {
+            // If the connection is lost, nobody can tell the node.
+            drop(answered.await);
+        }
+        Ok(())
+    }
+
+    /// Closes the connection, if the session has it for itself. Queued messages are sent before.
+    pub(crate) async fn close(self) {
         if !self.is_shared() {
             self.connection.close().await;
+        }
+    }
+
+    /// Keeps further sessions from sharing the connection, because it does not work.
+    pub(super) fn distrust(&self) {
+        if let Some(shared) = &self.hold.shared {
+            shared.admit_no_more();
         }
     }
 }
@@ -125,11 +142,11 @@ impl StrandIncoming {
             Events::OfConnection(incoming) => loop {
                 match incoming.next().await {
                     ConnectionEvent::Message(message) => match decode(&message) {
-                        Some(reply) if reply.strand == self.place.number => {
+                        Some(reply) if reply.strand == self.hold.number => {
                             return StrandEvent::Reply(reply, message.payload);
                         }
                         Some(reply) => {
-                            tracing::warn!(strand = reply.strand, "dropped an answer on a wrong strand")
+                            tracing::warn!(strand = reply.strand, "dropped an answer on a wrong strand");
                         }
                         None => {}
                     },
@@ -138,7 +155,7 @@ impl StrandIncoming {
                 }
             },
             Events::OfStrand(events) => events.recv().await.unwrap_or_else(|| {
-                let why = "the task of the shared connection has ended".to_owned();
+                let why = "the node has sent too many answers on a strand".to_owned();
                 StrandEvent::Lost(MessengerError::ConnectionLost(why))
             }),
         }
