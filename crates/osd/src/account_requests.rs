@@ -102,9 +102,10 @@ impl Osd {
         self.save_map(map).await
     }
 
-    /// Checks that a changed map is not too large. A change that makes the map smaller is always
-    /// possible.
+    /// Checks that a changed map is not too large, and that no tenant uses too much of it. A change that
+    /// makes the map smaller is always possible.
     pub(crate) fn check_size(&self, map: &NodeMap) -> Result<()> {
+        crate::tenant_share::check(&self.shard.map.borrow(), map)?;
         let (len, limit) = (map.encoded_len(), crate::map::MAP_BYTES_MAX);
         if len as u64 <= limit || len <= self.shard.map.borrow().encoded_len() {
             return Ok(());

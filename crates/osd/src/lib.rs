@@ -87,6 +87,7 @@ mod status;
 mod target;
 mod targets;
 mod task;
+mod tenant_share;
 mod timed;
 mod times;
 mod turnstile;

@@ -95,7 +95,7 @@ impl TargetRecord {
 
 impl NodeMap {
     /// The map of a new node with these targets.
-    fn new(targets: Vec<Uuid>) -> NodeMap {
+    pub(crate) fn new(targets: Vec<Uuid>) -> NodeMap {
         let targets = targets.into_iter().map(TargetRecord::new).collect();
         let (node, accounts) = (base::entropy::uuid(), Accounts::new(0));
         NodeMap { epoch: 1, node, targets, next_pool_id: 1, pools: vec![], accounts }
