@@ -54,6 +54,12 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 /// Time between two probes of an idle connection, and time limit of the answer.
 const KEEPALIVE: (Duration, Duration) = (Duration::from_secs(30), Duration::from_secs(10));
 
+/// Maximum number of calls of a connection at a time. Further calls wait at the client.
+const CALLS_MAX: u32 = 16;
+
+/// Maximum total size of a call's headers, in bytes.
+const HEADERS_MAX: u32 = 8 << 10;
+
 /// Maximum size of a request, in bytes. Requests contain names and numbers.
 const REQUEST_BYTES_MAX: usize = 64 << 10;
 
@@ -200,6 +206,9 @@ async fn serve(
     let serving = tonic::transport::Server::builder()
         .http2_keepalive_interval(Some(KEEPALIVE.0))
         .http2_keepalive_timeout(Some(KEEPALIVE.1))
+        .max_concurrent_streams(CALLS_MAX)
+        .concurrency_limit_per_connection(CALLS_MAX as usize)
+        .http2_max_header_list_size(HEADERS_MAX)
         .add_service(InterceptedService::new(node, guard.clone()))
         .add_service(InterceptedService::new(pools, guard.clone()))
         .add_service(InterceptedService::new(targets, guard.clone()))

@@ -4,6 +4,9 @@
 //! delays a request. When the file has reached `log.audit_size`, it becomes `audit.jsonl.1`, and older
 //! ones `.2` to `.4`; the oldest is removed. If events arrive faster than they can be written, the
 //! thread writes how many were lost.
+//!
+//! Users cannot flood the log: per tenant and minute, it keeps [`PER_MINUTE`] events of the kinds that
+//! every user can cause, and then writes how many it has left out. It always keeps changes.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Seek, SeekFrom, Write};
@@ -11,10 +14,12 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::{Mutex, PoisonError};
 
 use base::BoxFuture;
+use base::collections::HashMap;
 use base::thread::{self, ThreadClass};
-use osd::{AuditEvent, AuditSink};
+use osd::{AuditEvent, AuditKind, AuditSink};
 use tokio::sync::oneshot;
 
 /// Path of the log, relative to the node's directory.
@@ -23,6 +28,10 @@ pub const AUDIT_LOG: &str = "log/audit.jsonl";
 const OLDER: u32 = 4;
 /// Maximum number of events that wait to be written.
 const BACKLOG: usize = 4096;
+/// Maximum number of events per tenant and minute, except changes by operators.
+const PER_MINUTE: u32 = 600;
+/// Maximum length of a text in an event, in bytes. Requests contain names of any length.
+const TEXT_MAX: usize = 512;
 /// Maximum size of the part of the log that is read for [`AuditSink::recent`], in bytes.
 const RECENT_BYTES: u64 = 1 << 20;
 
@@ -36,6 +45,47 @@ enum AuditWork {
 pub struct AuditFile {
     work: SyncSender<AuditWork>,
     lost: std::sync::Arc<AtomicU64>,
+    flood: Mutex<FloodGuard>,
+}
+
+/// Counts the events of each tenant in the current minute.
+#[derive(Debug, Default)]
+struct FloodGuard {
+    minute: u64,
+    /// Number of events by tenant.
+    counts: HashMap<String, u32>,
+    left_out: u64,
+}
+
+impl FloodGuard {
+    /// Returns whether the log keeps an event, and the number of events that were left out in an earlier
+    /// minute, if they were not reported yet.
+    fn admit(&mut self, event: &AuditEvent) -> (bool, u64) {
+        let minute = event.at_ms / 60_000;
+        let mut unreported = 0;
+        if minute != self.minute {
+            unreported = std::mem::take(&mut self.left_out);
+            (self.minute, self.counts) = (minute, HashMap::default());
+        }
+        if matches!(event.event, AuditKind::Changed | AuditKind::SessionKilled) {
+            return (true, unreported);
+        }
+        let tenant = event.user.as_deref().and_then(|user| user.split('/').next()).unwrap_or_default();
+        let count = self.counts.entry(tenant.to_owned()).or_default();
+        *count += 1;
+        let is_kept = *count <= PER_MINUTE;
+        self.left_out += u64::from(!is_kept);
+        (is_kept, unreported)
+    }
+}
+
+/// Cuts a text that is too long.
+fn cut(text: &mut String) {
+    if text.len() > TEXT_MAX {
+        let end = (0..=TEXT_MAX).rev().find(|end| text.is_char_boundary(*end)).unwrap_or(0);
+        text.truncate(end);
+        text.push('…');
+    }
 }
 
 impl AuditFile {
@@ -54,12 +104,20 @@ impl AuditFile {
         let lost = std::sync::Arc::<AtomicU64>::default();
         let not_written = std::sync::Arc::clone(&lost);
         thread::spawn(ThreadClass::Admin, "audit", move || writer.run(&waiting, &not_written))?;
-        Ok(AuditFile { work, lost })
+        Ok(AuditFile { work, lost, flood: Mutex::default() })
     }
 }
 
 impl AuditSink for AuditFile {
-    fn record(&self, event: AuditEvent) {
+    fn record(&self, mut event: AuditEvent) {
+        // No code panics while it holds the mutex.
+        let (is_kept, left_out) = self.flood.lock().unwrap_or_else(PoisonError::into_inner).admit(&event);
+        self.lost.fetch_add(left_out, Ordering::Relaxed);
+        if !is_kept {
+            return;
+        }
+        cut(&mut event.what);
+        event.why.as_mut().into_iter().for_each(cut);
         if self.work.try_send(AuditWork::Record(Box::new(event))).is_err() {
             self.lost.fetch_add(1, Ordering::Relaxed);
         }
@@ -147,7 +205,6 @@ fn open(path: &Path) -> io::Result<File> {
 #[cfg(test)]
 mod tests {
     use identity::KeyHash;
-    use osd::AuditKind;
 
     use super::*;
 
@@ -184,5 +241,34 @@ mod tests {
         let again = AuditFile::start(&path, 1000).unwrap();
         again.record(event(100));
         assert_eq!(again.recent(2).await.len(), 2, "a restart continues the file");
+    }
+
+    #[tokio::test]
+    async fn a_tenant_cannot_flood_the_log_and_changes_are_always_kept() {
+        let dir = tempfile::tempdir().unwrap();
+        let log = AuditFile::start(&dir.path().join("audit.jsonl"), 1 << 20).unwrap();
+        let of = |user: &str, kind: AuditKind, at_ms: u64| AuditEvent {
+            user: Some(user.into()),
+            event: kind,
+            what: "w".repeat(10_000),
+            ..event(at_ms)
+        };
+        let kept = async || {
+            let lines = log.recent(10_000).await;
+            let count = |text: &str| lines.iter().filter(|line| line.contains(text)).count();
+            assert!(lines.iter().all(|line| line.len() < 2 * TEXT_MAX));
+            (count("films/"), count("rival/"), count("\"lost\""))
+        };
+        for _ in 0..2 * PER_MINUTE {
+            log.record(of("films/cutter", AuditKind::Refused, 1));
+            if log.work.try_send(AuditWork::Recent(0, oneshot::channel().0)).is_err() {
+                std::thread::yield_now();
+            }
+        }
+        log.record(of("films/admin", AuditKind::Changed, 2));
+        log.record(of("rival/owner", AuditKind::Refused, 2));
+        assert_eq!(kept().await, (PER_MINUTE as usize + 1, 1, 0));
+        log.record(of("films/cutter", AuditKind::Refused, 60_001));
+        assert_eq!(kept().await, (PER_MINUTE as usize + 2, 1, 1), "the next minute begins");
     }
 }

@@ -60,6 +60,14 @@ pub enum NodeKeysError {
         /// The file.
         path: PathBuf,
     },
+    /// The node has lost the hash of its administrator's key, and the credentials are another user's.
+    #[error("{} belongs to {user}, so it cannot tell the key of the administrator; restore {}/admin from a backup, or move the file away: `outboard up` then makes new credentials", path.display(), KEYS)]
+    OtherUser {
+        /// The file.
+        path: PathBuf,
+        /// The user.
+        user: String,
+    },
     /// A key is invalid.
     #[error("{}: {source}; restore the file from a backup, or remove the directory {} and credentials.toml: `outboard up` then makes new keys", path.display(), KEYS)]
     Key {
@@ -116,6 +124,9 @@ impl NodeKeys {
         // An earlier attempt may have created the credentials before it was interrupted.
         let loaded = if credentials.exists() { Some(Credentials::load(&credentials)) } else { None };
         let identity = match loaded {
+            Some(Ok(found)) if found.user != format!("{MAIN_TENANT}/{ADMIN}") => {
+                return Err(NodeKeysError::OtherUser { path: credentials, user: found.user });
+            }
             Some(Ok(found)) => {
                 update(&credentials, node.key(), found.identity.key())?;
                 found.identity
@@ -175,6 +186,13 @@ impl NodeKeys {
     #[must_use]
     pub fn dpu_key(&self) -> &ProofKey {
         &self.dpu
+    }
+
+    /// Returns a number that changes with the administrator's key.
+    #[must_use]
+    pub fn admin_revision(&self) -> u64 {
+        let hash = self.admin.as_bytes();
+        u64::from_le_bytes(*hash.first_chunk().expect("a hash has 32 bytes"))
     }
 
     /// Returns the trust of the osd: it proves the node's key, and accepts the administrator and these

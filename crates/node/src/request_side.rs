@@ -80,6 +80,8 @@ pub struct ShardCommon {
     pub trust: Trust,
     /// The DPU's secret key.
     pub dpu_key: ProofKey,
+    /// Changes with the administrator's key.
+    pub admin_revision: u64,
     /// The audit log.
     pub audit: Arc<dyn AuditSink>,
     /// The users in the node's map.
@@ -300,6 +302,7 @@ async fn open(common: &ShardCommon, number: u16) -> Result<OpenShard> {
         forgotten: common.expected.forgotten.clone(),
         node: common.expected.node,
         dpu_key: common.dpu_key.clone(),
+        admin_revision: common.admin_revision,
         accepts_altered_map: config.osd.accept_altered_map,
         users: common.users.clone(),
         audit: AuditAt(Some(Arc::clone(&common.audit))),

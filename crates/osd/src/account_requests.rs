@@ -62,8 +62,12 @@ impl Osd {
             }
             AccountRequest::RemoveUser { user } => {
                 self.check_may_change(caller, &user)?;
+                let id = self.shard.map.borrow().accounts.user_id(user.tenant(), user.user());
                 let change = |map: &mut NodeMap| map.accounts.remove_user(user.tenant(), user.user());
-                self.change_accounts(change).await
+                match (self.change_accounts(change).await, id) {
+                    (Ok(()), Some(id)) => self.end_user(id).await,
+                    (removed, _) => removed,
+                }
             }
             AccountRequest::Grant { user, grant } => {
                 self.check_may_change(caller, &user)?;
@@ -209,7 +213,10 @@ impl Osd {
             name: rights.name.clone(),
             tenant: rights.tenant,
             user: rights.user,
-            revision: rights.revision,
+            revision: match rights.user {
+                identity::NODE_ADMIN => self.shard.config.admin_revision,
+                _ => rights.revision,
+            },
             key: key.map_or(caller.key, KeyHash::from),
             issued,
             expires: issued + lifetime,

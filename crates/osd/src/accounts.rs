@@ -175,6 +175,11 @@ impl Accounts {
         Ok(())
     }
 
+    /// Returns the number of a user; `None` if there is none of this name.
+    pub(crate) fn user_id(&self, tenant: &str, name: &str) -> Option<u32> {
+        self.index(tenant, name).ok().map(|index| self.users[index].id)
+    }
+
     /// Removes a user.
     ///
     /// # Errors
@@ -251,7 +256,8 @@ impl Accounts {
         Some(UserRights { user: id, tenant, name, is_node_admin, revision, grants: record.grants.clone() })
     }
 
-    /// Returns the revision of a user's rights; `None` if the user was removed.
+    /// Returns the revision of a user's rights; `None` if the user was removed. The revision of the node's
+    /// own administrator is that of the key ([`OsdConfig::admin_revision`](crate::OsdConfig)).
     pub(crate) fn revision(&self, user: u32) -> Option<u64> {
         if user == NODE_ADMIN {
             return Some(0);

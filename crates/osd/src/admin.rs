@@ -2,9 +2,11 @@
 //! node's status.
 
 use std::rc::Rc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use base::BoxFuture;
+use base::collections::HashMap;
 use identity::{Caller, KeyHash};
 use wire::{AccountRequest, AdminReply, AdminRequest, Error, Result};
 
@@ -16,9 +18,34 @@ use crate::pool::ActivePool;
 use crate::shard::Shard;
 use crate::status;
 
+/// Maximum number of requests of one key at a time.
+const REQUESTS_PER_KEY: usize = 32;
+
 /// Administers an osd. Any thread may use it. Requests wait until the osd has started.
 #[derive(Clone)]
-pub struct OsdAdministrator(Addresses);
+pub struct OsdAdministrator {
+    addresses: Addresses,
+    /// Number of the requests in progress of each key.
+    in_progress: Arc<Mutex<HashMap<KeyHash, usize>>>,
+}
+
+/// A request in progress. It counts until it is dropped.
+struct AdminPlace {
+    key: KeyHash,
+    in_progress: Arc<Mutex<HashMap<KeyHash, usize>>>,
+}
+
+impl Drop for AdminPlace {
+    fn drop(&mut self) {
+        let mut in_progress = self.in_progress.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(count) = in_progress.get_mut(&self.key) {
+            *count -= 1;
+            if *count == 0 {
+                in_progress.remove(&self.key);
+            }
+        }
+    }
+}
 
 impl std::fmt::Debug for OsdAdministrator {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -28,24 +55,46 @@ impl std::fmt::Debug for OsdAdministrator {
 
 impl OsdAdministrator {
     pub(crate) fn new(addresses: Addresses) -> OsdAdministrator {
-        OsdAdministrator(addresses)
+        OsdAdministrator { addresses, in_progress: Arc::default() }
     }
 
     /// Executes an administrative request of `caller`. `is_repeated` says whether an earlier attempt of the
     /// request may have taken effect. The request continues if the returned future is dropped.
     ///
     /// # Errors
-    /// The reason of a refusal. [`Error::Unavailable`] if the osd ends meanwhile: the request may have
-    /// taken effect.
+    /// The reason of a refusal. [`Error::Busy`] if the caller's key has [`REQUESTS_PER_KEY`] requests in
+    /// progress. [`Error::Unavailable`] if the osd ends meanwhile: the request may have taken effect.
     pub fn administer(
         &self,
         caller: Caller,
         request: AdminRequest,
         is_repeated: bool,
     ) -> BoxFuture<'static, Result<AdminReply>> {
-        let administered =
-            self.0.on_first(move |osd| async move { osd.administer(&caller, request, is_repeated).await });
+        let counted = match self.count(caller.key) {
+            Ok(counted) => counted,
+            Err(e) => return Box::pin(std::future::ready(Err(e))),
+        };
+        let administered = self.addresses.on_first(move |osd| async move {
+            let _counted = counted;
+            osd.administer(&caller, request, is_repeated).await
+        });
         Box::pin(async { administered.await.map_err(Error::from).flatten() })
+    }
+
+    /// Counts a request of a key. Requests continue when their callers give up, so a caller who makes
+    /// request after request would otherwise keep the first shard busy.
+    fn count(&self, key: KeyHash) -> Result<AdminPlace> {
+        let mut in_progress = self.in_progress.lock().unwrap_or_else(PoisonError::into_inner);
+        let count = in_progress.entry(key).or_default();
+        if *count >= REQUESTS_PER_KEY {
+            return Err(Error::Busy {
+                what: "administrative requests of one user".into(),
+                limit: REQUESTS_PER_KEY as u64,
+                advice: "wait for the answers to earlier ones".into(),
+            });
+        }
+        *count += 1;
+        Ok(AdminPlace { key, in_progress: Arc::clone(&self.in_progress) })
     }
 }
 

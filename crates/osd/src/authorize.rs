@@ -14,7 +14,7 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use capability::{CapabilityError, ClaimedGrant, Resource, Rights};
-use identity::Caller;
+use identity::{Caller, NODE_ADMIN};
 use messenger::PeerInfo;
 use tokio::time::Instant;
 use wire::{
@@ -81,8 +81,10 @@ impl SessionRights {
 
     /// Returns what operators see of a session with these rights.
     pub(crate) fn about(&self, shard: &Shard, peer: String) -> AboutSession {
-        let (user, tenant) = (self.user().to_owned(), self.rights.claims().tenant);
-        AboutSession { user, tenant, peer, opened_ms: shard.config.clock.now_ms() }
+        let claims = self.rights.claims();
+        let (user, tenant, user_id) = (self.user().to_owned(), claims.tenant, claims.user);
+        let opened_ms = shard.config.clock.now_ms();
+        AboutSession { user, tenant, presenter: self.presenter, user_id, peer, opened_ms }
     }
 
     /// Checks that the capability is still valid.
@@ -98,8 +100,12 @@ impl SessionRights {
             let map = shard.map.borrow();
             let claims = self.rights.claims();
             // Another user may have issued the capability to the presenter.
-            let is_current = map.accounts.revision(claims.user) == Some(claims.revision)
-                && map.accounts.revision(self.presenter).is_some();
+            let revision = match claims.user {
+                NODE_ADMIN => Some(shard.config.admin_revision),
+                user => map.accounts.revision(user),
+            };
+            let is_current =
+                revision == Some(claims.revision) && map.accounts.revision(self.presenter).is_some();
             if !is_current && !base::mutant!(IgnoreRevision) {
                 return Err(shard.refusal_of(CapabilityError::Outdated));
             }

@@ -5,11 +5,12 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Weak};
 
 use base::collections::HashMap;
-use messenger::Connection;
+use messenger::{Connection, PeerInfo};
 use tokio::sync::Semaphore;
 use wire::SessionId;
 
 use crate::sessions::AttachmentNumber;
+use crate::task::spawn;
 
 /// Number that identifies a connection to this shard.
 pub(crate) type ConnectionId = u64;
@@ -104,6 +105,16 @@ impl Clients {
     pub(crate) fn set_opening(&self, id: ConnectionId, is_opening: bool) {
         if let Some(open) = self.0.borrow_mut().open.get_mut(&id) {
             open.is_opening = is_opening;
+        }
+    }
+
+    /// Closes the connections of a user.
+    pub(crate) fn close_of(&self, user: u32) {
+        let open: Vec<_> =
+            self.0.borrow().open.values().filter_map(|open| open.connection.upgrade()).collect();
+        let of_user = |peer: &PeerInfo| peer.user.as_ref().is_some_and(|known| known.id == user);
+        for connection in open.into_iter().filter(|connection| of_user(connection.peer())) {
+            spawn(async move { connection.close().await });
         }
     }
 

@@ -95,6 +95,9 @@ pub struct OsdConfig {
     /// The DPU's secret key, with which the osd recognises the ids of sessions that it has made. The
     /// default is valid in this process only.
     pub dpu_key: ProofKey,
+    /// Changes whenever the key of the node's own administrator changes. Capabilities from before are
+    /// invalid.
+    pub admin_revision: u64,
     /// Whether the operator accepts a map that the DPU has not sealed, because the DPU's key was lost.
     pub accepts_altered_map: bool,
     /// The users in the node's map. The osd keeps it up to date, and
@@ -212,6 +215,7 @@ impl Default for OsdConfig {
             forgotten: Vec::new(),
             node: None,
             dpu_key: ProofKey::default(),
+            admin_revision: 0,
             accepts_altered_map: false,
             users: Directory::default(),
             audit: AuditAt::default(),

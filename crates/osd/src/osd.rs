@@ -154,6 +154,27 @@ impl Osd {
         Ok(told.await?)
     }
 
+    /// Ends what a removed user has: the sessions of the user, the sessions that the user has opened for
+    /// others, and the connections.
+    pub(crate) async fn end_user(&self, user: u32) -> wire::Result<()> {
+        let of_user = |about: &AboutSession| about.user_id == user || about.presenter == user;
+        let ended: Vec<SessionId> = {
+            let mut slots = self.slots.borrow_mut();
+            let listed = slots.list().into_iter().filter(|(_, about, _)| of_user(about));
+            let mut ended: Vec<SessionId> = listed.map(|(id, ..)| id).collect();
+            ended.retain(|id| slots.kill(*id));
+            ended
+        };
+        let told = self.shard.tell_each(move |shard| {
+            for session in &ended {
+                shard.presence.forget(*session);
+                shard.evict(*session);
+            }
+            shard.clients.close_of(user);
+        });
+        Ok(told.await?)
+    }
+
     /// Records that an attachment of a session has ended.
     pub(crate) fn session_left(&self, session: SessionId, shard: u16, attachment: AttachmentNumber) {
         if self.slots.borrow_mut().left(session, shard, attachment) {

@@ -283,7 +283,10 @@ impl Served {
         self.shard.clients.set_opening(self.id, true);
         let opened = self.shard.on_first(opening).await;
         self.shard.clients.set_opening(self.id, false);
-        let (session, attachment) = opened??;
+        let (session, attachment) = opened?.map_err(|e| match e {
+            e @ Error::SessionRefused { .. } => self.refuse("resume a session", e),
+            e => e,
+        })?;
         let opened = ServedStrand { session, attachment, rights, room, heard: Instant::now() };
         if let Some(before) = self.strands.insert(strand, opened) {
             // If an earlier session stayed attached, it would keep its slot forever.

@@ -59,6 +59,11 @@ pub(crate) struct AboutSession {
     pub(crate) user: String,
     /// Number of the user's tenant.
     pub(crate) tenant: u32,
+    /// Number of the user who has proved the key of the connection: the user, or one to whom the user
+    /// has given a capability.
+    pub(crate) presenter: u32,
+    /// Number of the user.
+    pub(crate) user_id: u32,
     /// Address of the client.
     pub(crate) peer: String,
     /// Time at which the session got its slot, in milliseconds since 1970.

@@ -15,14 +15,14 @@ const SHARE: usize = 4;
 
 /// What a tenant uses of the map.
 #[derive(Debug, Default, Clone, Copy)]
-struct TenantUse {
+struct MapShare {
     pools: usize,
     users: usize,
     /// Length of the users' records with their grants, in bytes.
     bytes: usize,
 }
 
-impl TenantUse {
+impl MapShare {
     /// Returns each use with its name and its limit.
     fn parts(&self) -> [(&'static str, usize, usize); 3] {
         [
@@ -53,8 +53,8 @@ pub(crate) fn check(before: &NodeMap, after: &NodeMap) -> Result<()> {
 }
 
 /// Returns what each tenant but `main` uses.
-fn uses(map: &NodeMap) -> BTreeMap<u32, TenantUse> {
-    let mut uses = BTreeMap::<u32, TenantUse>::new();
+fn uses(map: &NodeMap) -> BTreeMap<u32, MapShare> {
+    let mut uses = BTreeMap::<u32, MapShare>::new();
     for pool in map.pools.iter().filter(|pool| pool.tenant != MAIN) {
         uses.entry(pool.tenant).or_default().pools += 1;
     }

@@ -70,6 +70,13 @@ pub fn json_escaped(json: &str) -> String {
     result
 }
 
+/// Prints a value as JSON, if `wanted`. Without it, a command that has changed something prints nothing.
+pub fn json_if(wanted: bool, value: &impl serde::Serialize) {
+    if wanted {
+        json(value);
+    }
+}
+
 /// Prints a value on standard output as indented JSON.
 pub fn json(value: &impl serde::Serialize) {
     match serde_json::to_string_pretty(value) {

@@ -234,3 +234,30 @@ fn sessions_can_be_listed_and_killed() {
     reader.kill().unwrap();
     reader.wait().unwrap();
 }
+
+#[test]
+fn every_command_that_changes_accounts_prints_one_json_object_on_request() {
+    let node = Node::up();
+    let json = |args: &[&str]| -> Value {
+        let printed = node.admin(&[args, &["--json"]].concat());
+        serde_json::from_str(&printed).unwrap_or_else(|e| panic!("{args:?}: {e}: {printed}"))
+    };
+    let file = node.path("cutter.toml");
+    let file = file.to_str().unwrap();
+    assert_eq!(json(&["tenant", "create", "films"])["tenant"], "films");
+    node.admin(&["pool", "create", "raw", "--tenant", "films"]);
+    let made = json(&["user", "create", "films/cutter", "--credentials", file]);
+    assert_eq!((&made["user"], &made["credentials"]), (&"films/cutter".into(), &file.into()));
+    assert_eq!(made["key"].as_str().unwrap().len(), 64);
+    let granted = json(&["grant", "films/cutter", "--pool", "raw/a", "--rights", "list,read"]);
+    assert_eq!((&granted["pool"], &granted["rights"]), (&"raw/a".into(), &"read,list".into()));
+    let revoked = json(&["revoke", "films/cutter", "--rights", "list"]);
+    assert_eq!((&revoked["user"], &revoked["rights"]), (&"films/cutter".into(), &"list".into()));
+    let token = node.path("token");
+    let issued = json(&["token", "issue", "--valid", "1m", "--out", token.to_str().unwrap()]);
+    assert_eq!((&issued["user"], issued["expires_s"].is_u64()), (&"main/admin".into(), true));
+    assert_eq!(json(&["user", "rm", "films/cutter"])["user"], "films/cutter");
+    node.admin(&["pool", "rm", "raw", "--tenant", "films"]);
+    assert_eq!(json(&["tenant", "rm", "films"])["tenant"], "films");
+    assert_eq!(node.admin(&["tenant", "create", "films"]), "", "without --json, a change prints nothing");
+}

@@ -138,6 +138,7 @@ async fn serve(
         users,
         audit,
         dpu_key: keys.dpu_key().clone(),
+        admin_revision: keys.admin_revision(),
         control: control.address(),
     };
     let heartbeats = process.heartbeat.map(|heartbeat| (heartbeat, checkpoints.clone()));

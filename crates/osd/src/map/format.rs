@@ -20,6 +20,8 @@ const FORMAT_HASHED_IDS: u8 = 3;
 const FORMAT_NO_SLOTS: u8 = 2;
 /// Format of maps from before redundancy schemes existed.
 const FORMAT_SINGLE: u8 = 1;
+/// Highest epoch of a map without a seal.
+const EPOCH_MAX: u64 = 1 << 62;
 /// Label of the proof by which the DPU recognises its maps.
 const SEAL: &str = "outboard node map";
 
@@ -71,7 +73,12 @@ impl NodeMap {
                 )));
             }
         };
-        map.map(|map| (map, Sealing::Missing)).map_err(text)
+        let map = map.map_err(text)?;
+        // Nothing has checked the epoch of a map without a seal. Epochs grow by steps, and must not overflow.
+        if map.epoch > EPOCH_MAX {
+            return Err(MapError::Damaged(format!("its epoch {} is too high", map.epoch)));
+        }
+        Ok((map, Sealing::Missing))
     }
 }
 

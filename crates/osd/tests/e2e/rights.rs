@@ -247,7 +247,7 @@ impl World {
             };
             lines.insert(column, line);
         }
-        self.remove("films/gone").await;
+        self.account(Revoke { user: "films/gone".parse().unwrap(), scope: None, verbs: Verbs::ALL }).await;
         tokio::time::sleep(Duration::from_millis(1100)).await;
         lines
     }

@@ -31,6 +31,9 @@ pub enum SessionCommand {
     Kill {
         /// Id of the session
         id: SessionId,
+        /// Print a JSON object
+        #[arg(long)]
+        json: bool,
     },
 }
 
@@ -56,6 +59,12 @@ struct ShownSession {
     connections: u32,
 }
 
+/// A session that was ended, as `--json` shows it.
+#[derive(Serialize)]
+struct KilledSession {
+    session: String,
+}
+
 /// Runs `outboard session`.
 pub fn run(command: SessionCommand, node: &NodeArgs) -> Result<()> {
     session::administer(node, async move |client| match command {
@@ -67,9 +76,11 @@ pub fn run(command: SessionCommand, node: &NodeArgs) -> Result<()> {
             }
             Ok(())
         }
-        SessionCommand::Kill { id } => {
+        SessionCommand::Kill { id, json } => {
             let killed = client.administer(AdminRequest::KillSession(id)).await;
-            killed.map(drop).doing(format!("ending session {id}"))
+            killed.doing(format!("ending session {id}"))?;
+            output::json_if(json, &KilledSession { session: id.to_string() });
+            Ok(())
         }
     })
 }

@@ -22,6 +22,9 @@ pub enum TenantCommand {
     Create {
         /// Name of the tenant: up to 32 letters, digits, '.', '_' and '-'
         name: String,
+        /// Print a JSON object
+        #[arg(long)]
+        json: bool,
     },
     /// List the tenants; without the right to administer the node, only the own tenant
     #[command(after_help = "Examples:\n  outboard tenant ls\n  outboard tenant ls --json")]
@@ -35,6 +38,9 @@ pub enum TenantCommand {
     Rm {
         /// Name of the tenant
         name: String,
+        /// Print a JSON object
+        #[arg(long)]
+        json: bool,
     },
 }
 
@@ -47,19 +53,29 @@ struct ShownTenant {
     users: u32,
 }
 
+/// A tenant that was created or removed, as `--json` shows it.
+#[derive(Serialize)]
+struct ChangedTenant {
+    tenant: String,
+}
+
 /// Runs the command.
 pub fn run(command: TenantCommand, node: &NodeArgs) -> Result<()> {
     session::administer(node, async |client| {
         let ask = async |request| client.administer(AdminRequest::Accounts(request)).await;
         match command {
-            TenantCommand::Create { name } => {
+            TenantCommand::Create { name, json } => {
                 let doing = format!("creating tenant {name}");
                 check_account(&name).map_err(|e| Failure::usage(doing.clone(), e))?;
-                ask(AccountRequest::CreateTenant { name }).await.map(drop).doing(doing)
+                ask(AccountRequest::CreateTenant { name: name.clone() }).await.doing(doing)?;
+                output::json_if(json, &ChangedTenant { tenant: name });
+                Ok(())
             }
-            TenantCommand::Rm { name } => {
+            TenantCommand::Rm { name, json } => {
                 let doing = format!("removing tenant {name}");
-                ask(AccountRequest::RemoveTenant { name }).await.map(drop).doing(doing)
+                ask(AccountRequest::RemoveTenant { name: name.clone() }).await.doing(doing)?;
+                output::json_if(json, &ChangedTenant { tenant: name });
+                Ok(())
             }
             TenantCommand::Ls { json } => {
                 let listed = ask(AccountRequest::ListTenants).await.doing("listing the tenants")?;

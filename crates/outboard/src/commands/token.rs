@@ -46,6 +46,9 @@ pub enum TokenCommand {
         /// File to write
         #[arg(long, value_name = "FILE")]
         out: PathBuf,
+        /// Print what the capability permits, as a JSON object
+        #[arg(long)]
+        json: bool,
     },
     /// Show what a capability permits; its signature is not checked
     #[command(after_help = "Examples:\n  outboard token show raw.capability --json")]
@@ -82,7 +85,7 @@ struct ShownClaim {
 /// Runs the command.
 pub fn run(command: TokenCommand, node: &NodeArgs) -> Result<()> {
     match command {
-        TokenCommand::Issue { pool, rights, valid, key, out } => {
+        TokenCommand::Issue { pool, rights, valid, key, out, json } => {
             let doing = "issuing a capability";
             let grants = pool.zip(rights).map(|(scope, verbs)| vec![AccessGrant { scope, verbs }]);
             let lifetime_s = valid.map_or(0, |valid| u32::try_from(valid.0.as_secs()).unwrap_or(u32::MAX));
@@ -94,7 +97,11 @@ pub fn run(command: TokenCommand, node: &NodeArgs) -> Result<()> {
                     _ => Err(Failure::new(doing, unexpected())),
                 }
             })?;
-            std::fs::write(&out, issued).doing(format!("writing {}", out.display()))
+            std::fs::write(&out, &issued).doing(format!("writing {}", out.display()))?;
+            if let Some(claims) = Claims::unverified(&issued).filter(|_| json) {
+                show(&claims, true);
+            }
+            Ok(())
         }
         TokenCommand::Show { file, json } => {
             let doing = format!("reading the capability {}", file.display());

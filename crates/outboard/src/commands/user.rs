@@ -39,6 +39,9 @@ pub enum UserCommand {
         /// reads no data without a grant
         #[arg(long)]
         node_admin: bool,
+        /// Print a JSON object
+        #[arg(long)]
+        json: bool,
     },
     /// List the users, with what they may do
     #[command(after_help = "Examples:\n  outboard user ls\n  outboard user ls films --json")]
@@ -54,6 +57,9 @@ pub enum UserCommand {
     Rm {
         /// Name of the user, written TENANT/USER
         name: AccountName,
+        /// Print a JSON object
+        #[arg(long)]
+        json: bool,
     },
 }
 
@@ -76,6 +82,9 @@ pub struct GrantArgs {
     /// The rights, separated by commas: read, write, list, admin
     #[arg(long, value_name = "RIGHTS")]
     pub rights: Verbs,
+    /// Print a JSON object
+    #[arg(long)]
+    pub json: bool,
 }
 
 /// Take rights from a user; the user's sessions lose them at once
@@ -92,6 +101,9 @@ pub struct RevokeArgs {
     /// The rights, separated by commas [default: all]
     #[arg(long, value_name = "RIGHTS")]
     pub rights: Option<Verbs>,
+    /// Print a JSON object
+    #[arg(long)]
+    pub json: bool,
 }
 
 /// Show who you are for the node, and what you may do
@@ -138,13 +150,30 @@ impl From<&UserInfo> for ShownUser {
     }
 }
 
+/// A user who was created, removed, or whose rights have changed, as `--json` shows it.
+#[derive(Default, Serialize)]
+struct ChangedUser {
+    user: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    key: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    credentials: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pool: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    rights: Option<String>,
+}
+
 /// Runs `outboard user`.
 pub fn run(command: UserCommand, node: &NodeArgs) -> Result<()> {
     match command {
-        UserCommand::Create { name, node_admin } => create(name, node_admin, node),
-        UserCommand::Rm { name } => {
+        UserCommand::Create { name, node_admin, json } => create(name, node_admin, json, node),
+        UserCommand::Rm { name, json } => {
             let doing = format!("removing user {name}");
-            order(node, AccountRequest::RemoveUser { user: name }, doing)
+            let changed = ChangedUser { user: name.to_string(), ..ChangedUser::default() };
+            order(node, AccountRequest::RemoveUser { user: name }, doing)?;
+            output::json_if(json, &changed);
+            Ok(())
         }
         UserCommand::Ls { tenant, json } => session::administer(node, async move |client| {
             let doing = "listing the users";
@@ -160,19 +189,35 @@ pub fn run(command: UserCommand, node: &NodeArgs) -> Result<()> {
 
 /// Runs `outboard grant`.
 pub fn grant(args: GrantArgs, node: &NodeArgs) -> Result<()> {
-    let GrantArgs { name, pool: scope, rights: verbs } = args;
+    let GrantArgs { name, pool: scope, rights: verbs, json } = args;
+    let changed = ChangedUser {
+        user: name.to_string(),
+        pool: Some(scope.to_string()),
+        rights: Some(verbs.to_string()),
+        ..ChangedUser::default()
+    };
     let doing = format!("granting rights to {name}");
     let grant = AccessGrant { scope, verbs };
     grant.check().map_err(|e| Failure::usage(doing.clone(), e))?;
-    order(node, AccountRequest::Grant { user: name, grant }, doing)
+    order(node, AccountRequest::Grant { user: name, grant }, doing)?;
+    output::json_if(json, &changed);
+    Ok(())
 }
 
 /// Runs `outboard revoke`.
 pub fn revoke(args: RevokeArgs, node: &NodeArgs) -> Result<()> {
-    let RevokeArgs { name, pool: scope, rights } = args;
+    let RevokeArgs { name, pool: scope, rights, json } = args;
     let doing = format!("revoking rights of {name}");
     let verbs = rights.unwrap_or(Verbs::ALL);
-    order(node, AccountRequest::Revoke { user: name, scope, verbs }, doing)
+    let changed = ChangedUser {
+        user: name.to_string(),
+        pool: scope.as_ref().map(Scope::to_string),
+        rights: Some(verbs.to_string()),
+        ..ChangedUser::default()
+    };
+    order(node, AccountRequest::Revoke { user: name, scope, verbs }, doing)?;
+    output::json_if(json, &changed);
+    Ok(())
 }
 
 /// Runs `outboard whoami`.
@@ -196,7 +241,7 @@ fn order(node: &NodeArgs, request: AccountRequest, doing: String) -> Result<()> 
 
 /// Creates a user. The option --credentials names the file for the new user's credentials, so the
 /// caller's credentials are those of the environment or of the node's directory.
-fn create(name: AccountName, is_node_admin: bool, node: &NodeArgs) -> Result<()> {
+fn create(name: AccountName, is_node_admin: bool, json: bool, node: &NodeArgs) -> Result<()> {
     let doing = format!("creating user {name}");
     let own = std::env::var_os(CREDENTIALS_VARIABLE).filter(|value| !value.is_empty()).map(PathBuf::from);
     let Some(file) = node.credentials.clone().filter(|file| own.as_ref() != Some(file)) else {
@@ -214,11 +259,19 @@ fn create(name: AccountName, is_node_admin: bool, node: &NodeArgs) -> Result<()>
     let key = *made.identity.key().as_bytes();
     // The file comes first: a user whose key is lost would only be in the way.
     made.create(&file).doing(doing.clone())?;
+    let changed = ChangedUser {
+        user: name.to_string(),
+        key: Some(made.identity.key().to_string()),
+        credentials: Some(file.display().to_string()),
+        ..ChangedUser::default()
+    };
     let created = order(&node, AccountRequest::CreateUser { user: name, key, is_node_admin }, doing);
     created.inspect_err(|_| {
         // The failure of the command is the one that matters.
         let _ = std::fs::remove_file(&file);
-    })
+    })?;
+    output::json_if(json, &changed);
+    Ok(())
 }
 
 fn print(users: &[UserInfo], json: bool) {

@@ -46,7 +46,7 @@ use crate::{Error, Options, Result};
 use administration::ControlCall;
 use call::NativeCall;
 use chunks::BlockWindow;
-use opening::Dialer;
+use opening::SessionDialer;
 use pending::{Answer, Bulk};
 use session::ClientSession;
 pub use shared_connections::SharedConnections;
@@ -90,7 +90,7 @@ impl NativeEngine {
         options: &Options,
     ) -> Result<NativeEngine> {
         let control = ControlWay(Arc::new(ControlClient::new(options.trust.clone())));
-        NativeEngine::connect_by(Dialer::Own(stack), control, endpoint, options).await
+        NativeEngine::connect_by(SessionDialer::Own(stack), control, endpoint, options).await
     }
 
     /// Opens a session on connections that it shares with other sessions. Must be called on a tokio
@@ -105,11 +105,11 @@ impl NativeEngine {
         options: &Options,
     ) -> Result<NativeEngine> {
         let control = connections.control(options);
-        NativeEngine::connect_by(Dialer::Shared(connections.clone()), control, endpoint, options).await
+        NativeEngine::connect_by(SessionDialer::Shared(connections.clone()), control, endpoint, options).await
     }
 
     async fn connect_by(
-        dialer: Dialer,
+        dialer: SessionDialer,
         over_grpc: ControlWay,
         endpoint: &str,
         options: &Options,

@@ -13,7 +13,7 @@ use crate::{Error, Options, Result};
 
 /// How a session reaches the shards.
 #[derive(Clone)]
-pub(crate) enum Dialer {
+pub(crate) enum SessionDialer {
     /// By connections of its own.
     Own(Arc<dyn NetworkStack>),
     /// By connections that it shares with other sessions.
@@ -49,15 +49,15 @@ pub(super) struct OpenedStrand {
 }
 
 /// Connects to an endpoint, or takes a strand of a connection to it.
-pub(super) async fn dial(dialer: &Dialer, endpoint: &str, options: &Options) -> Result<DialedStrand> {
+pub(super) async fn dial(dialer: &SessionDialer, endpoint: &str, options: &Options) -> Result<DialedStrand> {
     let timeout = options.connect_timeout;
     let (strand, incoming, was_open) = match dialer {
-        Dialer::Own(stack) => {
+        SessionDialer::Own(stack) => {
             let (connection, incoming) = stack.connect(endpoint, ConnectOptions { timeout }).await?;
             let (strand, incoming) = Strand::own(connection, incoming);
             (strand, incoming, false)
         }
-        Dialer::Shared(connections) => {
+        SessionDialer::Shared(connections) => {
             let JoinedStrand { strand, incoming, was_open } = connections.strand(endpoint, timeout).await?;
             (strand, incoming, was_open)
         }

@@ -29,7 +29,7 @@ use wire::{ObjectName, PartId, Reply, RequestBody, RequestHead, SessionId, Uploa
 use super::capabilities::{CapabilityHolder, RETRY_PAUSE};
 use super::link_task::{LinkEnds, LinkTask, RECONNECT_PAUSE, RECONNECT_PAUSE_MAX};
 use super::links::{Links, ReadyConnection};
-use super::opening::{Dialer, OpenedStrand, ShardHello, dial};
+use super::opening::{OpenedStrand, SessionDialer, ShardHello, dial};
 use super::pending::{Answered, PendingRequest};
 use super::read_sizes::ReadSizes;
 use super::routes::Routes;
@@ -48,7 +48,7 @@ const CLOSE_TIME: Duration = Duration::from_secs(2);
 
 /// State that callers and the links' tasks share.
 pub(crate) struct Shared {
-    dialer: Dialer,
+    dialer: SessionDialer,
     options: Options,
     capabilities: CapabilityHolder,
     /// Notified when a request leaves the table of unanswered requests.
@@ -130,7 +130,7 @@ pub(super) enum NextSend {
 impl ClientSession {
     /// Connects and opens a session. The links to further shards connect in the background.
     pub(crate) async fn open(
-        dialer: Dialer,
+        dialer: SessionDialer,
         endpoint: &str,
         options: Options,
         plane: ControlWay,
@@ -244,7 +244,7 @@ pub(crate) struct TransferChoice {
 }
 
 impl Shared {
-    pub(super) fn dialer(&self) -> &Dialer {
+    pub(super) fn dialer(&self) -> &SessionDialer {
         &self.dialer
     }
 
@@ -630,7 +630,7 @@ impl Shared {
 /// Opens the first connection. While the node has too many sessions, tries again until the connect
 /// timeout.
 async fn connect_while_busy(
-    dialer: &Dialer,
+    dialer: &SessionDialer,
     endpoint: &str,
     options: &Options,
     capabilities: &CapabilityHolder,

@@ -40,9 +40,9 @@ const EVENTS_MAX: usize = REQUEST_WINDOW as usize + 16;
 /// other sessions open a new connection. A connection closes when its last session has ended.
 /// Clones share the connections.
 #[derive(Clone)]
-pub struct SharedConnections(Arc<Table>);
+pub struct SharedConnections(Arc<SharedTable>);
 
-struct Table {
+struct SharedTable {
     stack: Arc<dyn NetworkStack>,
     /// The way to the control plane that the sessions share.
     control: OnceLock<ControlWay>,
@@ -78,7 +78,7 @@ impl SharedConnections {
     /// Prepares connections over the given network stack.
     #[must_use]
     pub fn over(stack: Arc<dyn NetworkStack>) -> SharedConnections {
-        SharedConnections(Arc::new(Table { stack, control: OnceLock::new(), newest: Mutex::default() }))
+        SharedConnections(Arc::new(SharedTable { stack, control: OnceLock::new(), newest: Mutex::default() }))
     }
 
     /// Returns the way to the control plane over gRPC, which all sessions share.
@@ -161,12 +161,12 @@ impl Strands {
 }
 
 /// Ends all strands of a connection when its task ends, or when the runtime drops the task.
-struct Ending {
+struct StrandsEnding {
     shared: Arc<SharedConnection>,
     why: MessengerError,
 }
 
-impl Drop for Ending {
+impl Drop for StrandsEnding {
     fn drop(&mut self) {
         let open = self.shared.lock().close();
         for strand in open.into_values() {
@@ -184,7 +184,7 @@ impl SharedConnection {
     /// Starts the task of the connection on this runtime.
     fn start(self: Arc<Self>, mut incoming: Box<dyn Incoming>) {
         let why = MessengerError::ConnectionLost("the runtime of the shared connection has ended".into());
-        let mut ending = Ending { shared: self, why };
+        let mut ending = StrandsEnding { shared: self, why };
         base::task::spawn(ThreadClass::Client, async move {
             let shared = Arc::clone(&ending.shared);
             let lost = tokio::select! {
