@@ -11,6 +11,12 @@ pub(crate) const MAIN: u32 = identity::MAIN_TENANT;
 /// Name of the tenant [`MAIN`].
 pub(crate) const MAIN_NAME: &str = "main";
 
+/// Increase of the users' revisions after the newest map was lost. It exceeds the number of changes that
+/// the lost map may have.
+const LOST_REVISIONS: u64 = 1 << 32;
+/// Increase of the number of the next tenant or user after the newest map was lost.
+const LOST_NUMBERS: u32 = 1 << 16;
+
 /// A tenant.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct TenantRecord {
@@ -238,6 +244,14 @@ impl Accounts {
         Ok(())
     }
 
+    /// Makes all capabilities invalid, and keeps numbers of users from being used again. A node does so
+    /// when it has lost its newest map: the lost map may have given a revision to other rights, and a number
+    /// to another user.
+    pub(crate) fn outdate(&mut self) {
+        self.users.iter_mut().for_each(|user| user.revision += LOST_REVISIONS);
+        self.next = self.next.saturating_add(LOST_NUMBERS);
+    }
+
     /// Removes the grants for a pool that does not exist any more.
     pub(crate) fn forget_pool(&mut self, pool: u32) {
         self.users.iter_mut().for_each(|user| user.grants.retain(|grant| grant.pool != Some(pool)));
@@ -347,6 +361,8 @@ mod tests {
         assert!(!accounts.rights(&user(id)).unwrap().permits(Verb::Read, Some(1)));
         accounts.revoke(who, None, Verbs::ALL).unwrap();
         assert!(accounts.users()[0].grants.is_empty());
+        accounts.outdate();
+        assert_eq!(accounts.revision(id), Some(6 + LOST_REVISIONS), "an older map gives no revision twice");
         accounts.remove_user("films", "cutter").unwrap();
         assert_eq!((accounts.revision(id), accounts.rights(&user(id))), (None, None));
         accounts.add_user(who, key(1), false, 4).unwrap();
