@@ -97,6 +97,8 @@ pub struct SimNode {
     /// Whether the osd did not start, so that the operator accepts the loss of the lost drives for its next
     /// start.
     is_refused: Cell<bool>,
+    /// Number of starts at which the operator has accepted the loss of targets.
+    lossy_starts: Cell<u32>,
     /// The administrator of the osd that was started last.
     administrator: Arc<Mutex<Option<OsdAdministrator>>>,
     identities: SimIdentities,
@@ -154,6 +156,7 @@ impl SimNode {
             retired: RefCell::default(),
             lost: RefCell::new(vec![false; plan.targets]),
             is_refused: Cell::new(false),
+            lossy_starts: Cell::new(0),
             administrator: Arc::default(),
             identities: SimIdentities::default(),
             osd: RoleSlot::default(),
@@ -636,7 +639,8 @@ impl SimNode {
             orphan_grace: seconds(pick([3600, 60, 20])),
             collect_interval: seconds(pick([600, 10, 2])),
             requests_per_connection: pick([256, 8, 1]) as usize,
-            sessions: pick([4096, 64, 16]) as usize,
+            // With a session for each of their calls at a time, the clients need more than 16.
+            sessions: pick([4096, 64, if self.plan.shares_connections { 64 } else { 16 }]) as usize,
             cached_objects_per_pg: pick([4096, 8, 1]) as usize,
             segments_in_flight: Arc::new(AtomicUsize::new(pick([3, 2, 1]) as usize)),
             ..config
@@ -649,10 +653,18 @@ impl SimNode {
         if !(self.is_refused.get() && self.plan.loses_too_many()) {
             return Vec::new();
         }
+        self.lossy_starts.set(self.lossy_starts.get() + 1);
         (0..self.plan.targets)
             .filter(|&target| self.is_lost(target))
             .map(|target| self.uuid(target))
             .collect()
+    }
+
+    /// Returns the number of starts at which the operator has accepted the loss of targets. The node then
+    /// may have an older map, with older rights.
+    #[must_use]
+    pub fn lossy_starts(&self) -> u32 {
+        self.lossy_starts.get()
     }
 
     /// The identities of the node and its users.

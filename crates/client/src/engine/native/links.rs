@@ -85,6 +85,13 @@ impl Links {
         }
     }
 
+    /// Wakes the tasks of the links that only wait for answers.
+    pub(crate) fn wake_draining(&self) {
+        let is_draining =
+            |link: &&ShardLink| link.connection.as_ref().is_some_and(|attached| attached.is_draining);
+        self.links.iter().filter(is_draining).for_each(|link| link.wake.notify_one());
+    }
+
     /// Returns whether the link only waits for answers on its connection with this number.
     pub(crate) fn is_draining(&self, shard: u16, number: u64) -> bool {
         let connection = self.link(shard).connection.as_ref();

@@ -402,7 +402,12 @@ impl Shared {
 
     /// Removes a request from the table.
     pub(crate) fn forget(&self, seq: u64) {
-        let pending = self.lock().table.remove(seq);
+        let pending = {
+            let mut state = self.lock();
+            // A link may wait for the answer before it gives up its connection.
+            state.links.wake_draining();
+            state.table.remove(seq)
+        };
         self.room.notify_waiters();
         drop(pending);
     }
@@ -416,7 +421,8 @@ impl Shared {
         }
         loop {
             if state.links.is_draining(shard, number) {
-                return NextSend::Nothing;
+                let waits = state.table.is_in_flight_on(number);
+                return if waits { NextSend::Nothing } else { NextSend::Detached };
             }
             let Some(seq) = state.table.first_unsent(shard) else {
                 state.links.set_ready(shard);
