@@ -270,7 +270,7 @@ pub struct OsdSection {
     pub shards: ThreadCount,
     /// Whether to start with a map of the node that this DPU has not sealed. If keys/dpu was lost, set
     /// it for one start, with OUTBOARD_OSD_ACCEPT_ALTERED_MAP=true. Then check tenants, users and
-    /// rights, because somebody with access to the drives may have changed them.
+    /// rights, because the storage host may have changed them.
     #[config(default = false)]
     pub accept_altered_map: bool,
     /// Memory for the data of reads, and of writes that the osd pulls from clients. When this memory
