@@ -11,7 +11,7 @@ use wire::{
 
 use crate::accounts::{GrantRecord, UserRights};
 use crate::authorize::{AdminGrant, authorize_admin};
-use crate::map::NodeMap;
+use crate::map::{NodeMap, PoolRecord};
 use crate::osd::Osd;
 
 impl Osd {
@@ -40,13 +40,10 @@ impl Osd {
             AccountRequest::RemoveTenant { name } => {
                 let change = |map: &mut NodeMap| {
                     let id = map.accounts.tenant(&name)?;
-                    if let Some(pool) = map.pools.iter().find(|pool| pool.tenant == id) {
-                        let why = match pool.removing {
-                            true => "a pool of the tenant is still being removed; retry".to_owned(),
-                            false => {
-                                format!("tenant {name} has the pool {}; remove its pools first", pool.name)
-                            }
-                        };
+                    // Pools that are being removed go on without the tenant: its number is not used again.
+                    let keeps = |pool: &&PoolRecord| pool.tenant == id && !pool.removing;
+                    if let Some(pool) = map.pools.iter().find(keeps) {
+                        let why = format!("tenant {name} has the pool {}; remove its pools first", pool.name);
                         return Err(Error::CommandRefused(why));
                     }
                     map.accounts.remove_tenant(&name)
@@ -269,7 +266,7 @@ fn narrowed(map: &NodeMap, user: &UserRights, rights: &Rights, grant: &AccessGra
 /// Returns the number of a scope's pool; `None` for all pools of the tenant.
 fn pool_of(map: &NodeMap, tenant: u32, scope: &Scope) -> Result<Option<u32>> {
     let Some(name) = scope.pool() else { return Ok(None) };
-    let is_meant = |pool: &&crate::map::PoolRecord| pool.tenant == tenant && pool.name == name.as_str();
+    let is_meant = |pool: &&PoolRecord| pool.tenant == tenant && pool.name == name.as_str();
     let pool = map.pools.iter().find(|pool| is_meant(pool) && !pool.removing);
     pool.map(|pool| Some(pool.id)).ok_or_else(|| Error::NoSuchPool(name.to_string()))
 }

@@ -133,7 +133,7 @@ impl Accounts {
         Ok(())
     }
 
-    /// Removes a tenant. The caller has checked that the tenant has no pools.
+    /// Removes a tenant. The caller has checked that all pools of the tenant are being removed.
     ///
     /// # Errors
     /// If the tenant does not exist, has users, or is `main`.

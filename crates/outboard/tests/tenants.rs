@@ -168,11 +168,8 @@ fn accounts_survive_a_restart_and_a_tenant_is_removed_when_it_is_empty() {
     node.user(&boss, &["pool", "rm", "mine"]);
     node.admin(&["user", "rm", "films/helper"]);
     node.admin(&["user", "rm", "films/boss"]);
-    let began = Instant::now();
-    while !node.command(&["tenant", "rm", "films"]).output().unwrap().status.success() {
-        assert!(began.elapsed() < Duration::from_secs(20), "the pool is still being removed");
-        std::thread::sleep(Duration::from_millis(100));
-    }
+    // The node may still be removing the pool. It goes on without the tenant.
+    node.admin(&["tenant", "rm", "films"]);
     let tenants: Value = serde_json::from_str(&node.admin(&["tenant", "ls", "--json"])).unwrap();
     assert_eq!(tenants.as_array().unwrap().len(), 1);
 }

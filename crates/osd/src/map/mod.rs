@@ -112,11 +112,13 @@ impl NodeMap {
         self.targets.iter().find(|record| record.uuid == *uuid)
     }
 
-    /// Returns a pool's name for operators: `POOL`, or `TENANT/POOL` if the tenant is not `main`.
+    /// Returns a pool's name for operators: `POOL`, or `TENANT/POOL` if the tenant is not `main`. A
+    /// tenant that was removed before its pool is named by its number: `#NUMBER/POOL`.
     pub(crate) fn label(&self, pool: &PoolRecord) -> String {
-        match pool.tenant {
-            accounts::MAIN => pool.name.clone(),
-            tenant => format!("{}/{}", self.accounts.tenant_name(tenant), pool.name),
+        match (pool.tenant, self.accounts.tenant_name(pool.tenant)) {
+            (accounts::MAIN, _) => pool.name.clone(),
+            (number, "") => format!("#{number}/{}", pool.name),
+            (_, tenant) => format!("{tenant}/{}", pool.name),
         }
     }
 

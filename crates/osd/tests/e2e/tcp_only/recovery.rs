@@ -10,6 +10,7 @@ use osd::OsdConfig;
 use store::simulation::{RecordedDrive, SimStore};
 use store::{ObjectId, Op, StoreCalls, Transaction};
 use uuid::Uuid;
+use wire::{AccountRequest, AdminReply, AdminRequest};
 
 use crate::common::{FaultStore, Node, data, moment, seed};
 use crate::redundancy::{Rig, config, wait_until_whole};
@@ -308,6 +309,40 @@ async fn the_space_of_a_removed_pool_is_freed_on_a_target_that_returns_later() {
     rig.set_down(&[1], false);
     rig.client.set_target_out(1, false).await.unwrap();
     until("the pool is removed from all targets", async || taken(&rig).await == before).await;
+}
+
+#[tokio::test]
+async fn a_tenant_can_be_removed_before_the_space_of_its_pool_is_freed() {
+    let mut rig = Rig::of("mirror:2", 1, 4, config()).await;
+    let order = async |rig: &Rig, request: AdminRequest| {
+        let administrator = rig.node.osd.as_ref().unwrap().administrator().clone();
+        administrator.administer(identity::Caller::process(), request, false).await
+    };
+    let (name, tenant, redundancy) =
+        ("wide", Some("films".to_owned()), "ec:2+1");
+    let redundancy = crate::redundancy::redundancy(redundancy);
+    let create = || AdminRequest::Accounts(AccountRequest::CreateTenant { name: "films".into() });
+    let remove = || AdminRequest::Accounts(AccountRequest::RemoveTenant { name: "films".into() });
+    order(&rig, create()).await.unwrap();
+    let before = taken(&rig).await;
+    let (pg_count, pool) = (16, name);
+    let request = AdminRequest::PoolCreate { name: pool.into(), pg_count, redundancy, tenant: tenant.clone() };
+    order(&rig, request).await.unwrap();
+    let refused = order(&rig, remove()).await.unwrap_err().to_string();
+    assert!(refused.contains("remove its pools first"), "{refused}");
+    rig.set_down(&[1], true);
+    order(&rig, AdminRequest::PoolRemove { name: name.into(), force: true, tenant }).await.unwrap();
+    order(&rig, remove()).await.unwrap();
+    // The new tenant of this name has nothing of the old one.
+    order(&rig, create()).await.unwrap();
+    let list = AdminRequest::PoolList { tenant: Some("films".into()) };
+    assert!(matches!(order(&rig, list).await.unwrap(), AdminReply::Pools(pools) if pools.is_empty()));
+    assert_ne!(taken(&rig).await[1], before[1], "the space on target 1 is free already");
+    rig.node.restart();
+    rig.set_down(&[1], false);
+    rig.client.set_target_out(1, false).await.unwrap();
+    until("the pool is removed from all targets", async || taken(&rig).await == before).await;
+    order(&rig, remove()).await.unwrap();
 }
 
 #[tokio::test]
