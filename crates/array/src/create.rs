@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::rc::Rc;
 
-use futures::future::try_join_all;
+use futures::future::{LocalBoxFuture, try_join_all};
 use store::{Op, StoreCalls, StoreError, Transaction};
 
 use crate::group::Group;
@@ -17,35 +17,39 @@ impl Group {
     ///
     /// # Errors
     /// [`StoreError::TooFewTargets`] if there are too few usable targets.
-    pub async fn create(&self, ranked: &[usize]) -> store::Result<()> {
-        let usable = ranked.iter().map(|&i| &self.targets[i]).filter(|t| t.is_usable());
-        let needed = self.layout.fragments();
-        let chosen: Vec<&Rc<dyn Member>> = usable.take(needed).collect();
-        if chosen.len() < needed {
-            let detail = format!(
-                "{} needs this number of targets, and the node has no other usable targets; bring missing targets back",
-                self.redundancy
-            );
-            let e = StoreError::TooFewTargets { there: chosen.len(), needed, detail };
-            return Err(self.calls.unless_hopeful(e));
-        }
-        let members =
-            chosen.iter().map(|t| MemberRecord { target: t.uuid(), standing: Standing::InSync }).collect();
-        let record = GroupRecord { term: 1, members, undone: BTreeSet::new() };
-        self.calls.set_in_sync(chosen.iter().map(|target| Rc::clone(target)).collect());
-        let create = |target: &&Rc<dyn Member>| {
-            let (target, record) = (Rc::clone(target), &record);
-            async move {
-                // A failed attempt to create a pool may have left objects behind.
-                self.wipe(&target).await?;
-                self.create_on(&target, record).await
+    pub fn create<'a>(&'a self, ranked: &'a [usize]) -> LocalBoxFuture<'a, store::Result<()>> {
+        Box::pin(async move {
+            let usable = ranked.iter().map(|&i| &self.targets[i]).filter(|t| t.is_usable());
+            let needed = self.layout.fragments();
+            let chosen: Vec<&Rc<dyn Member>> = usable.take(needed).collect();
+            if chosen.len() < needed {
+                let detail = format!(
+                    "{} needs this number of targets, and the node has no other usable targets; bring missing targets back",
+                    self.redundancy
+                );
+                let e = StoreError::TooFewTargets { there: chosen.len(), needed, detail };
+                return Err(self.calls.unless_hopeful(e));
             }
-        };
-        try_join_all(chosen.iter().map(create)).await?;
-        // No interval has begun yet, so no member can have accepted changes without the other
-        // members.
-        self.terms.testify(&record).await?;
-        Ok(())
+            let members = chosen
+                .iter()
+                .map(|t| MemberRecord { target: t.uuid(), standing: Standing::InSync })
+                .collect();
+            let record = GroupRecord { term: 1, members, undone: BTreeSet::new() };
+            self.calls.set_in_sync(chosen.iter().map(|target| Rc::clone(target)).collect());
+            let create = |target: &&Rc<dyn Member>| {
+                let (target, record) = (Rc::clone(target), &record);
+                async move {
+                    // A failed attempt to create a pool may have left objects behind.
+                    self.wipe(&target).await?;
+                    self.create_on(&target, record).await
+                }
+            };
+            try_join_all(chosen.iter().map(create)).await?;
+            // No interval has begun yet, so no member can have accepted changes without the other
+            // members.
+            self.terms.testify(&record).await?;
+            Ok(())
+        })
     }
 
     /// Creates the collection and the membership record on one target.

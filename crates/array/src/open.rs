@@ -11,6 +11,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 use std::time::Duration;
 
+use futures::future::LocalBoxFuture;
 use futures::stream::{FuturesUnordered, StreamExt};
 use store::{ObjectId, Op, StoreError, Transaction};
 use tokio::time::Instant;
@@ -72,36 +73,40 @@ impl Group {
 
     /// Returns the current interval, or opens a new one. Tries several times, because members may
     /// fail during an attempt.
-    pub async fn any_interval(&self) -> store::Result<Rc<Interval>> {
-        let mut last = over(0);
-        for _ in 0..self.layout.fragments() + 2 {
-            match self.interval(self.number()).await {
-                Err(e @ StoreError::Disconnected(_)) => last = e,
-                outcome => return outcome,
+    pub fn any_interval(&self) -> LocalBoxFuture<'_, store::Result<Rc<Interval>>> {
+        Box::pin(async move {
+            let mut last = over(0);
+            for _ in 0..self.layout.fragments() + 2 {
+                match self.interval(self.number()).await {
+                    Err(e @ StoreError::Disconnected(_)) => last = e,
+                    outcome => return outcome,
+                }
             }
-        }
-        Err(last)
+            Err(last)
+        })
     }
 
     /// Returns the current interval, or starts a task that opens a new one. Waits for this task for
     /// at most `patience`; the task continues after this timeout. A group has only one opening task
     /// at a time. Returns `None` if no interval is open by the end of the wait, or if another task
     /// is already opening one.
-    pub async fn opened(self: &Rc<Self>, patience: Duration) -> Option<Rc<Interval>> {
-        if let Some(interval) = self.current() {
-            return Some(interval);
-        }
-        if !self.intervals.claim_opening_task() {
-            return None;
-        }
-        let group = Rc::clone(self);
-        let opening = spawn(async move {
-            // If the interval cannot be opened now, the caller tries again later.
-            drop(group.any_interval().await);
-            group.intervals.release_opening_task();
-        });
-        drop(tokio::time::timeout(patience, opening).await);
-        self.current()
+    pub fn opened(self: &Rc<Self>, patience: Duration) -> LocalBoxFuture<'_, Option<Rc<Interval>>> {
+        Box::pin(async move {
+            if let Some(interval) = self.current() {
+                return Some(interval);
+            }
+            if !self.intervals.claim_opening_task() {
+                return None;
+            }
+            let group = Rc::clone(self);
+            let opening = spawn(async move {
+                // If the interval cannot be opened now, the caller tries again later.
+                drop(group.any_interval().await);
+                group.intervals.release_opening_task();
+            });
+            drop(tokio::time::timeout(patience, opening).await);
+            self.current()
+        })
     }
 
     /// Opens an interval with the available targets.

@@ -11,6 +11,7 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use bytes::Bytes;
+use futures::future::LocalBoxFuture;
 use futures::stream::{self, Stream, TryStreamExt};
 use store::{ObjectId, StoreCalls, StoreError};
 use tokio::time::Instant;
@@ -65,68 +66,78 @@ impl Group {
     /// If there are too many dirty notes, ends the interval, so that the next interval discards the
     /// notes. If the index of a target is full (`index_is_full`), even one note is too many.
     /// Without the notes, stale members become blank: a rebuild copies everything to them.
-    pub async fn bound_notes(&self, index_is_full: bool) {
-        let most = if index_is_full { 0 } else { self.dirty_max };
-        // A rebuild in progress finishes sooner with the notes, so keep the notes until it has
-        // ended.
-        let is_due = || self.intents.borrow().dirty().oids().len() > most && !self.rebuilds.is_running();
-        if !is_due() {
-            return;
-        }
-        let _closed = self.gate.write().await;
-        if !is_due() {
-            return;
-        }
-        if let Some(interval) = self.current() {
-            tracing::warn!(cid = %self.cid, limit = most, "too many objects changed while a member was unavailable; a rebuild will copy all objects to this member");
-            self.intents.borrow_mut().dirty_mut().discard();
-            self.end_interval(&interval);
-        }
+    pub fn bound_notes(&self, index_is_full: bool) -> LocalBoxFuture<'_, ()> {
+        Box::pin(async move {
+            let most = if index_is_full { 0 } else { self.dirty_max };
+            // A rebuild in progress finishes sooner with the notes, so keep the notes until it has
+            // ended.
+            let is_due = || self.intents.borrow().dirty().oids().len() > most && !self.rebuilds.is_running();
+            if !is_due() {
+                return;
+            }
+            let _closed = self.gate.write().await;
+            if !is_due() {
+                return;
+            }
+            if let Some(interval) = self.current() {
+                tracing::warn!(cid = %self.cid, limit = most, "too many objects changed while a member was unavailable; a rebuild will copy all objects to this member");
+                self.intents.borrow_mut().dirty_mut().discard();
+                self.end_interval(&interval);
+            }
+        })
     }
 
     /// Rebuilds the member at a position, and adds the copied objects and bytes to `progress`.
     ///
     /// # Errors
     /// If the interval ends, the member fails, or it has no space. The caller retries later.
-    pub async fn rebuild(
-        &self,
+    pub fn rebuild<'a>(
+        &'a self,
         position: usize,
-        pace: &Pace,
-        progress: &RefCell<Rebuilt>,
-    ) -> store::Result<()> {
-        let interval = self.any_interval().await?;
-        let outcome = async {
-            if interval.record.members[position].standing == Standing::Blank {
-                // The old data may be large. Remove it before `Group::gate` is locked against
-                // transactions, so that clients do not wait.
-                let target = self.member(&interval, position)?;
-                self.wipe_in(&interval, &target).await?;
+        pace: &'a Pace,
+        progress: &'a RefCell<Rebuilt>,
+    ) -> LocalBoxFuture<'a, store::Result<()>> {
+        Box::pin(async move {
+            let interval = self.any_interval().await?;
+            let outcome = async {
+                if interval.record.members[position].standing == Standing::Blank {
+                    // The old data may be large. Remove it before `Group::gate` is locked against
+                    // transactions, so that clients do not wait.
+                    let target = self.member(&interval, position)?;
+                    self.wipe_in(&interval, &target).await?;
+                }
+                let link = self.admit(&interval, position).await?;
+                self.receivers.begins(&link.target.uuid());
+                let job = RebuildRun {
+                    group: self,
+                    interval: Rc::clone(&interval),
+                    position,
+                    link,
+                    pace,
+                    progress,
+                };
+                job.run().await
+            };
+            let outcome = outcome.await;
+            let member = interval.record.members[position];
+            if outcome.is_err() {
+                self.receivers.failed(position, member.target, self.still(&interval).is_ok());
+            } else {
+                self.receivers.rebuilt(&member.target);
             }
-            let link = self.admit(&interval, position).await?;
-            self.receivers.begins(&link.target.uuid());
-            let job =
-                RebuildRun { group: self, interval: Rc::clone(&interval), position, link, pace, progress };
-            job.run().await
-        };
-        let outcome = outcome.await;
-        let member = interval.record.members[position];
-        if outcome.is_err() {
-            self.receivers.failed(position, member.target, self.still(&interval).is_ok());
-        } else {
-            self.receivers.rebuilt(&member.target);
-        }
-        let is_full =
-            matches!(outcome, Err(StoreError::NoSpace { .. })) && member.standing == Standing::Blank;
-        if is_full {
-            self.receivers.fills(member.target);
-        }
-        let moves = is_full && self.spare(&interval.record).is_some();
-        if outcome.is_err() && (moves || self.rebuilds.is_running()) {
-            // The member takes part in transactions that are in progress. Only a new interval may
-            // exclude it from transactions.
-            self.end_interval(&interval);
-        }
-        outcome
+            let is_full =
+                matches!(outcome, Err(StoreError::NoSpace { .. })) && member.standing == Standing::Blank;
+            if is_full {
+                self.receivers.fills(member.target);
+            }
+            let moves = is_full && self.spare(&interval.record).is_some();
+            if outcome.is_err() && (moves || self.rebuilds.is_running()) {
+                // The member takes part in transactions that are in progress. Only a new interval may
+                // exclude it from transactions.
+                self.end_interval(&interval);
+            }
+            outcome
+        })
     }
 
     /// Prepares a member for its rebuild. From then on, the member takes part in transactions.

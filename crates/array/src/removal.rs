@@ -3,6 +3,7 @@
 use std::rc::Rc;
 
 use bytes::Bytes;
+use futures::future::LocalBoxFuture;
 use store::{ObjectId, Op, StoreCalls, StoreError, Transaction};
 
 use crate::group::Group;
@@ -44,13 +45,15 @@ impl Group {
     ///
     /// # Errors
     /// If a target cannot remove the data, or the interval ends.
-    pub async fn remove_leftovers(&self, interval: &Interval) -> store::Result<()> {
-        loop {
-            let Some(target) = interval.leftovers.borrow().last().cloned() else { return Ok(()) };
-            tracing::info!(cid = %self.cid, target_uuid = %target.uuid(), "removing the data of a former member");
-            self.wipe_in(interval, &target).await?;
-            interval.leftovers.borrow_mut().pop();
-        }
+    pub fn remove_leftovers<'a>(&'a self, interval: &'a Interval) -> LocalBoxFuture<'a, store::Result<()>> {
+        Box::pin(async move {
+            loop {
+                let Some(target) = interval.leftovers.borrow().last().cloned() else { return Ok(()) };
+                tracing::info!(cid = %self.cid, target_uuid = %target.uuid(), "removing the data of a former member");
+                self.wipe_in(interval, &target).await?;
+                interval.leftovers.borrow_mut().pop();
+            }
+        })
     }
 
     /// Removes everything that a target stores for the group. Stops if the interval ends.
@@ -76,25 +79,27 @@ impl Group {
     /// # Errors
     /// If a target refuses to remove the data, or does not answer. A target that fails causes no
     /// error; it is marked as failed.
-    pub async fn remove(&self) -> store::Result<()> {
-        let _closed = self.gate.write().await;
-        let _alone = self.intervals.lock().await;
-        self.replace_intents(Intents::default());
-        self.rebuilds.end();
-        if let Some(interval) = self.current() {
-            self.end_interval(&interval);
-        }
-        for target in self.targets.iter().filter(|t| t.is_usable()) {
-            let link = MemberLink::new(Rc::clone(target));
-            match self.wipe(target).await {
-                Err(e) if is_of_target(&e) => {
-                    link.still()?;
-                    link.fail(&e);
-                }
-                wiped => wiped?,
+    pub fn remove(&self) -> LocalBoxFuture<'_, store::Result<()>> {
+        Box::pin(async move {
+            let _closed = self.gate.write().await;
+            let _alone = self.intervals.lock().await;
+            self.replace_intents(Intents::default());
+            self.rebuilds.end();
+            if let Some(interval) = self.current() {
+                self.end_interval(&interval);
             }
-        }
-        Ok(())
+            for target in self.targets.iter().filter(|t| t.is_usable()) {
+                let link = MemberLink::new(Rc::clone(target));
+                match self.wipe(target).await {
+                    Err(e) if is_of_target(&e) => {
+                        link.still()?;
+                        link.fail(&e);
+                    }
+                    wiped => wiped?,
+                }
+            }
+            Ok(())
+        })
     }
 
     /// Removes everything that a target stores for the group.

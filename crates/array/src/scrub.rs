@@ -5,7 +5,7 @@ use std::slice;
 
 use base::block::{BLOCK, Payload};
 use bytes::Bytes;
-use futures::future::join_all;
+use futures::future::{LocalBoxFuture, join_all};
 use store::{ObjectId, StoreCalls, StoreError};
 
 use crate::ask::is_damage;
@@ -66,75 +66,81 @@ impl Group {
     ///
     /// # Errors
     /// [`StoreError::Disconnected`] if the interval has ended.
-    pub async fn compare_records(&self) -> store::Result<()> {
-        let interval = self.any_interval().await?;
-        let _closed = self.gate.write().await;
-        self.still(&interval)?;
-        let mut records = Vec::new();
-        for link in interval.links.iter().flatten() {
-            match self.view(link).await {
-                // A member that was rebuilt has other intents than the other members.
-                Ok(MemberView { state, .. }) => records.push(Some((state.last(), state.record))),
-                Err(StoreError::NoSuchObject(_) | StoreError::NoSuchCollection(_)) => records.push(None),
-                Err(e @ StoreError::Disconnected(_)) => return Err(e),
-                // The checks of the objects report this error.
-                Err(_) => {}
+    pub fn compare_records(&self) -> LocalBoxFuture<'_, store::Result<()>> {
+        Box::pin(async move {
+            let interval = self.any_interval().await?;
+            let _closed = self.gate.write().await;
+            self.still(&interval)?;
+            let mut records = Vec::new();
+            for link in interval.links.iter().flatten() {
+                match self.view(link).await {
+                    // A member that was rebuilt has other intents than the other members.
+                    Ok(MemberView { state, .. }) => records.push(Some((state.last(), state.record))),
+                    Err(StoreError::NoSuchObject(_) | StoreError::NoSuchCollection(_)) => records.push(None),
+                    Err(e @ StoreError::Disconnected(_)) => return Err(e),
+                    // The checks of the objects report this error.
+                    Err(_) => {}
+                }
             }
-        }
-        if records.iter().all(|record| *record == records[0]) {
-            return Ok(());
-        }
-        tracing::warn!(cid = %self.cid, "the members of a group store different records, so one of them has lost changes");
-        self.end_interval(&interval);
-        Err(over(interval.number))
+            if records.iter().all(|record| *record == records[0]) {
+                return Ok(());
+            }
+            tracing::warn!(cid = %self.cid, "the members of a group store different records, so one of them has lost changes");
+            self.end_interval(&interval);
+            Err(over(interval.number))
+        })
     }
 
     /// Lists the objects that at least one member has, from `from` on, in the order of their ids.
     /// The returned flag is true if more objects follow.
-    pub async fn scrub_page(
+    pub fn scrub_page(
         &self,
         from: Option<ObjectId>,
         limit: usize,
-    ) -> store::Result<(Vec<ObjectId>, bool)> {
-        let interval = self.any_interval().await?;
-        let there = interval.links.iter().filter(|link| link.is_some());
-        let pages =
-            join_all(there.map(|link| self.list_of(slice::from_ref(link), from.clone(), limit))).await;
-        // A member that cannot list its objects counts as a member without objects. The check of
-        // each object then reports the error.
-        let listed: Vec<_> = pages.iter().flatten().collect();
-        if listed.is_empty() {
-            return self.list_in(&interval, from, limit).await;
-        }
-        let end = listed.iter().filter(|(_, more)| *more).filter_map(|(ids, _)| ids.last()).min();
-        let within = |oid: &&ObjectId| end.is_none_or(|end| *oid <= end);
-        let ids: BTreeSet<&ObjectId> = listed.iter().flat_map(|(ids, _)| ids).filter(within).collect();
-        Ok((ids.into_iter().cloned().collect(), end.is_some()))
+    ) -> LocalBoxFuture<'_, store::Result<(Vec<ObjectId>, bool)>> {
+        Box::pin(async move {
+            let interval = self.any_interval().await?;
+            let there = interval.links.iter().filter(|link| link.is_some());
+            let pages =
+                join_all(there.map(|link| self.list_of(slice::from_ref(link), from.clone(), limit))).await;
+            // A member that cannot list its objects counts as a member without objects. The check of
+            // each object then reports the error.
+            let listed: Vec<_> = pages.iter().flatten().collect();
+            if listed.is_empty() {
+                return self.list_in(&interval, from, limit).await;
+            }
+            let end = listed.iter().filter(|(_, more)| *more).filter_map(|(ids, _)| ids.last()).min();
+            let within = |oid: &&ObjectId| end.is_none_or(|end| *oid <= end);
+            let ids: BTreeSet<&ObjectId> = listed.iter().flat_map(|(ids, _)| ids).filter(within).collect();
+            Ok((ids.into_iter().cloned().collect(), end.is_some()))
+        })
     }
 
     /// Checks one object, and repairs damaged fragments.
-    pub async fn scrub(&self, oid: &ObjectId) -> store::Result<Findings> {
-        if (self.is_internal)(oid) {
-            return Ok(Findings::default());
-        }
-        let Some(verdict) = self.look_at(oid).await? else { return Ok(Findings::default()) };
-        if verdict.contradicts {
-            tracing::warn!(cid = %self.cid, %oid, "the fragments of an object contradict each other; it is unknown which of them is wrong");
-        }
-        let mut findings = Findings {
-            objects: 1,
-            bytes: verdict.bytes,
-            damaged: verdict.damaged.len() as u64,
-            inconsistent: u64::from(verdict.contradicts),
-            ..Findings::default()
-        };
-        for position in verdict.damaged {
-            match self.repair(oid, position).await {
-                Ok(()) => findings.repaired += 1,
-                Err(e) => tracing::warn!(%oid, position, error = %e, "cannot repair a damaged fragment"),
+    pub fn scrub<'a>(&'a self, oid: &'a ObjectId) -> LocalBoxFuture<'a, store::Result<Findings>> {
+        Box::pin(async move {
+            if (self.is_internal)(oid) {
+                return Ok(Findings::default());
             }
-        }
-        Ok(findings)
+            let Some(verdict) = self.look_at(oid).await? else { return Ok(Findings::default()) };
+            if verdict.contradicts {
+                tracing::warn!(cid = %self.cid, %oid, "the fragments of an object contradict each other; it is unknown which of them is wrong");
+            }
+            let mut findings = Findings {
+                objects: 1,
+                bytes: verdict.bytes,
+                damaged: verdict.damaged.len() as u64,
+                inconsistent: u64::from(verdict.contradicts),
+                ..Findings::default()
+            };
+            for position in verdict.damaged {
+                match self.repair(oid, position).await {
+                    Ok(()) => findings.repaired += 1,
+                    Err(e) => tracing::warn!(%oid, position, error = %e, "cannot repair a damaged fragment"),
+                }
+            }
+            Ok(findings)
+        })
     }
 
     async fn look_at(&self, oid: &ObjectId) -> store::Result<Option<ScrubFinding>> {

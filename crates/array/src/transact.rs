@@ -4,6 +4,7 @@ use std::ops::Range;
 use std::rc::Rc;
 
 use bytes::Bytes;
+use futures::future::LocalBoxFuture;
 use store::stripes::TargetTransaction;
 use store::{ObjectId, Op, StoreCalls, StoreError, Transaction};
 
@@ -71,14 +72,16 @@ impl Group {
     ///
     /// # Errors
     /// If a member fails, or the interval ends.
-    pub async fn trim(&self) -> store::Result<()> {
-        loop {
-            let before = self.undo_objects();
-            self.trim_some().await?;
-            if self.undo_objects() >= before {
-                return Ok(());
+    pub fn trim(&self) -> LocalBoxFuture<'_, store::Result<()>> {
+        Box::pin(async move {
+            loop {
+                let before = self.undo_objects();
+                self.trim_some().await?;
+                if self.undo_objects() >= before {
+                    return Ok(());
+                }
             }
-        }
+        })
     }
 
     /// Removes some undo objects of finished transactions, with their intents.

@@ -5,6 +5,7 @@
 //! [`in_role`], so that dropping the set ends all tasks of the role, as a kill ends a process.
 
 use std::cell::Cell;
+use std::pin::Pin;
 
 use tokio::runtime::Runtime;
 use tokio::task::JoinHandle;
@@ -27,10 +28,14 @@ pub fn runtime() -> std::io::Result<Runtime> {
 
 /// Starts a task of the current role that may move between threads. The task's CPU time is booked
 /// for `class`.
+///
+/// The task is boxed: otherwise, the compiler would generate tokio's code of a task again for each
+/// caller, a tenth of all code of the osd.
 pub fn spawn<T: Send + 'static>(
     class: ThreadClass,
     task: impl Future<Output = T> + Send + 'static,
 ) -> JoinHandle<T> {
+    let task: Pin<Box<dyn Future<Output = T> + Send>> = Box::pin(task);
     #[expect(clippy::disallowed_methods, reason = "this is the only function that starts such tasks")]
     if IN_ROLE.get() {
         tokio::task::spawn_local(booked(class, task))
@@ -40,11 +45,12 @@ pub fn spawn<T: Send + 'static>(
 }
 
 /// Starts a task of the current role on this thread, inside a `LocalSet`. The task's CPU time is
-/// booked for `class`.
+/// booked for `class`. It is boxed, as in [`spawn`].
 ///
 /// # Panics
 /// If the caller does not run in a `LocalSet`.
 pub fn spawn_local<T: 'static>(class: ThreadClass, task: impl Future<Output = T> + 'static) -> JoinHandle<T> {
+    let task: Pin<Box<dyn Future<Output = T>>> = Box::pin(task);
     #[expect(clippy::disallowed_methods, reason = "this is the only function that starts such tasks")]
     tokio::task::spawn_local(booked(class, task))
 }

@@ -318,15 +318,15 @@ async fn a_tenant_can_be_removed_before_the_space_of_its_pool_is_freed() {
         let administrator = rig.node.osd.as_ref().unwrap().administrator().clone();
         administrator.administer(identity::Caller::process(), request, false).await
     };
-    let (name, tenant, redundancy) =
-        ("wide", Some("films".to_owned()), "ec:2+1");
+    let (name, tenant, redundancy) = ("wide", Some("films".to_owned()), "ec:2+1");
     let redundancy = crate::redundancy::redundancy(redundancy);
     let create = || AdminRequest::Accounts(AccountRequest::CreateTenant { name: "films".into() });
     let remove = || AdminRequest::Accounts(AccountRequest::RemoveTenant { name: "films".into() });
     order(&rig, create()).await.unwrap();
     let before = taken(&rig).await;
     let (pg_count, pool) = (16, name);
-    let request = AdminRequest::PoolCreate { name: pool.into(), pg_count, redundancy, tenant: tenant.clone() };
+    let request =
+        AdminRequest::PoolCreate { name: pool.into(), pg_count, redundancy, tenant: tenant.clone() };
     order(&rig, request).await.unwrap();
     let refused = order(&rig, remove()).await.unwrap_err().to_string();
     assert!(refused.contains("remove its pools first"), "{refused}");
