@@ -7,7 +7,7 @@
 use std::cell::Cell;
 use std::rc::Rc;
 
-use futures::future::try_join_all;
+use futures::future::{LocalBoxFuture, try_join_all};
 use metrics::{Counter, counter};
 use tokio::sync::{mpsc, oneshot};
 use wire::Error;
@@ -140,31 +140,25 @@ impl Shard {
     }
 
     /// Runs a task on a shard and returns its result. The task continues even if the caller is
-    /// cancelled, unless it runs on the own shard.
+    /// cancelled, unless it runs on the own shard. The boxed futures keep the code of each caller small.
     ///
     /// # Errors
     /// If the shard has ended.
-    pub(crate) async fn on<T: Send + 'static, F: Future<Output = T> + 'static>(
+    pub(crate) fn on<T: Send + 'static, F: Future<Output = T> + 'static>(
         self: &Rc<Self>,
         shard: u16,
         task: impl FnOnce(Rc<Shard>) -> F + Send + 'static,
-    ) -> Result<T, ShardGone> {
+    ) -> LocalBoxFuture<'static, Result<T, ShardGone>> {
         if shard == self.share.shard() {
-            return Ok(task(Rc::clone(self)).await);
+            return Box::pin(here(Box::pin(task(Rc::clone(self)))));
         }
         let (done, result) = oneshot::channel();
         let errand = move |shard: &Rc<Shard>| {
-            let shard = Rc::clone(shard);
-            let running = task(Rc::clone(&shard));
-            spawn(async move {
-                let result = running.await;
-                shard.peers.count();
-                // The caller may have been cancelled; ignore the error.
-                let _ = done.send(result);
-            });
+            let running = Box::pin(task(Rc::clone(shard)));
+            spawn(answer(Rc::clone(shard), running, done));
         };
-        self.peers.send(shard, Box::new(errand))?;
-        result.await.map_err(|_| ShardGone)
+        let sent = self.peers.send(shard, Box::new(errand));
+        Box::pin(answered(sent, result))
     }
 
     /// Runs a task on every shard at the same time. Returns the results by the shards' numbers.
@@ -177,4 +171,21 @@ impl Shard {
     ) -> Result<Vec<T>, ShardGone> {
         try_join_all((0..self.share.shards()).map(|shard| self.on(shard, task.clone()))).await
     }
+}
+
+async fn here<T>(running: LocalBoxFuture<'static, T>) -> Result<T, ShardGone> {
+    Ok(running.await)
+}
+
+/// Completes a task for another shard.
+async fn answer<T>(shard: Rc<Shard>, running: LocalBoxFuture<'static, T>, done: oneshot::Sender<T>) {
+    let result = running.await;
+    shard.peers.count();
+    // The caller may have been cancelled; ignore the error.
+    let _ = done.send(result);
+}
+
+async fn answered<T>(sent: Result<(), ShardGone>, result: oneshot::Receiver<T>) -> Result<T, ShardGone> {
+    sent?;
+    result.await.map_err(|_| ShardGone)
 }
