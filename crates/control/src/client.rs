@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use base::thread::ThreadClass;
+use futures::future::BoxFuture;
 use hyper_util::rt::TokioIo;
 use identity::{IdentityError, Protocol, Trust, server_name, server_refused};
 use tokio::net::TcpStream;
@@ -98,18 +99,21 @@ impl ControlClient {
     ///
     /// # Errors
     /// If the node refuses the request or cannot be reached.
-    pub async fn administer(
-        &self,
-        endpoint: &str,
+    pub fn administer<'a>(
+        &'a self,
+        endpoint: &'a str,
         request: AdminRequest,
         is_repeated: bool,
-    ) -> Result<AdminReply, ControlError> {
-        let channel = self.channel(endpoint).await?;
-        let called = call(channel, request, is_repeated).await;
-        self.close_when_idle();
-        called.map_err(|e| match e {
-            FailedCall::Status(status) => self.failed(endpoint, &status),
-            FailedCall::Answer(e) => ControlError::BadAnswer(e.0),
+    ) -> BoxFuture<'a, Result<AdminReply, ControlError>> {
+        // The future is boxed, so that its code is generated only in this crate.
+        Box::pin(async move {
+            let channel = self.channel(endpoint).await?;
+            let called = call(channel, request, is_repeated).await;
+            self.close_when_idle();
+            called.map_err(|e| match e {
+                FailedCall::Status(status) => self.failed(endpoint, &status),
+                FailedCall::Answer(e) => ControlError::BadAnswer(e.0),
+            })
         })
     }
 

@@ -11,7 +11,7 @@ use std::time::Duration;
 use base::pool::BufferPool;
 use base::thread::ThreadClass;
 use base::watch;
-use futures::future::join_all;
+use futures::future::{LocalBoxFuture, join_all};
 use messenger::{Listener, NetworkStack};
 use store::ObjectStore;
 use tokio::sync::oneshot;
@@ -110,6 +110,9 @@ pub fn shards(count: u16) -> (FirstShard, Vec<FurtherShard>) {
     (FirstShard { addresses, mailbox, further: senders, unfinished }, further_shards)
 }
 
+/// Receives the announcement of an osd, or the reason why it did not start.
+type Ready<'a> = Box<dyn FnOnce(Result<OsdStarted, StartError>) + 'a>;
+
 impl FirstShard {
     /// Returns the administrator of the osd.
     #[must_use]
@@ -122,33 +125,48 @@ impl FirstShard {
     /// (`host:port`); shard n listens to the port that is greater by n. With port 0, each shard
     /// chooses a free port. `ready` receives the announcement, or the reason why the osd did not
     /// start.
-    pub async fn serve(
+    pub fn serve<'a>(
         self,
         resources: ShardResources,
         stack: Arc<dyn NetworkStack>,
-        listen: &str,
-        ready: impl FnOnce(Result<OsdStarted, StartError>),
-        stop: impl Future<Output = ()>,
-    ) {
-        let mailbox = MailboxTask::default();
-        let administrator = self.administrator();
-        let (osd, listener, unfinished) = match self.start(resources, stack, listen, &mailbox).await {
-            Ok(started) => started,
-            Err(e) => return ready(Err(e)),
-        };
-        let shard = Rc::clone(&osd.shard);
-        let started = {
-            let map = shard.map.borrow();
-            let targets = map.targets.iter().map(|record| record.uuid).collect();
-            OsdStarted { endpoint: listener.endpoint(), node: map.node, targets, administrator }
-        };
-        ready(Ok(started));
-        let removing: Vec<_> = shard.map.borrow().pools.iter().filter(|p| p.removing).cloned().collect();
-        removing.into_iter().for_each(|record| osd.empty_in_background(record));
-        let upkeep = spawn(Rc::clone(&osd).look_after_targets());
-        run(&shard, listener, unfinished, stop).await;
-        upkeep.abort();
-        shard.age.save(&shard.targets, &shard.witness, LAST_WORD).await;
+        listen: &'a str,
+        ready: impl FnOnce(Result<OsdStarted, StartError>) + 'a,
+        stop: impl Future<Output = ()> + 'a,
+    ) -> LocalBoxFuture<'a, ()> {
+        self.serve_until(resources, stack, listen, Box::new(ready), Box::pin(stop))
+    }
+
+    /// Does the work of [`serve`](Self::serve). It is not generic, so its code is generated only in
+    /// this crate.
+    fn serve_until<'a>(
+        self,
+        resources: ShardResources,
+        stack: Arc<dyn NetworkStack>,
+        listen: &'a str,
+        ready: Ready<'a>,
+        stop: LocalBoxFuture<'a, ()>,
+    ) -> LocalBoxFuture<'a, ()> {
+        Box::pin(async move {
+            let mailbox = MailboxTask::default();
+            let administrator = self.administrator();
+            let (osd, listener, unfinished) = match self.start(resources, stack, listen, &mailbox).await {
+                Ok(started) => started,
+                Err(e) => return ready(Err(e)),
+            };
+            let shard = Rc::clone(&osd.shard);
+            let started = {
+                let map = shard.map.borrow();
+                let targets = map.targets.iter().map(|record| record.uuid).collect();
+                OsdStarted { endpoint: listener.endpoint(), node: map.node, targets, administrator }
+            };
+            ready(Ok(started));
+            let removing: Vec<_> = shard.map.borrow().pools.iter().filter(|p| p.removing).cloned().collect();
+            removing.into_iter().for_each(|record| osd.empty_in_background(record));
+            let upkeep = spawn(Rc::clone(&osd).look_after_targets());
+            run(&shard, listener, unfinished, stop).await;
+            upkeep.abort();
+            shard.age.save(&shard.targets, &shard.witness, LAST_WORD).await;
+        })
     }
 
     async fn start(
@@ -195,35 +213,47 @@ impl FirstShard {
 impl FurtherShard {
     /// Runs the shard on the current thread until `stop` resolves. The caller must run in a
     /// [`LocalSet`]. Returns at once if the osd does not start.
-    pub async fn serve(
+    pub fn serve<'a>(
         self,
         resources: ShardResources,
         stack: Arc<dyn NetworkStack>,
-        stop: impl Future<Output = ()>,
-    ) {
-        let FurtherShard { share, addresses, mailbox: errands, beginning, unfinished } = self;
-        let Ok(Beginning { basis, listen, ready, ports }) = beginning.await else { return };
-        let ShardResources { config, targets, staging } = resources;
-        let targets = make_targets(&config, targets, &staging);
-        let mailbox = MailboxTask::default();
-        let start = async {
-            let shard = Shard::new(config, share, addresses, staging, targets, basis)?;
-            let listener = stack.listen(&listen).await?;
-            let (_, port) = split_port(&listener.endpoint())?;
-            Ok((shard, listener, port))
-        };
-        let (shard, listener) = match start.await {
-            Ok((shard, listener, port)) => {
-                mailbox.start(errands, &shard);
-                // If the first shard has ended, it sends no ports either.
-                let _ = ready.send(Ok(port));
-                (shard, listener)
-            }
-            Err(e) => return drop(ready.send(Err(e))),
-        };
-        let Ok(ports) = ports.await else { return };
-        shard.listens(endpoint(&*listener, ports));
-        run(&shard, listener, unfinished, stop).await;
+        stop: impl Future<Output = ()> + 'a,
+    ) -> LocalBoxFuture<'a, ()> {
+        self.serve_until(resources, stack, Box::pin(stop))
+    }
+
+    /// Does the work of [`serve`](Self::serve), as [`FirstShard::serve_until`] does.
+    fn serve_until<'a>(
+        self,
+        resources: ShardResources,
+        stack: Arc<dyn NetworkStack>,
+        stop: LocalBoxFuture<'a, ()>,
+    ) -> LocalBoxFuture<'a, ()> {
+        Box::pin(async move {
+            let FurtherShard { share, addresses, mailbox: errands, beginning, unfinished } = self;
+            let Ok(Beginning { basis, listen, ready, ports }) = beginning.await else { return };
+            let ShardResources { config, targets, staging } = resources;
+            let targets = make_targets(&config, targets, &staging);
+            let mailbox = MailboxTask::default();
+            let start = async {
+                let shard = Shard::new(config, share, addresses, staging, targets, basis)?;
+                let listener = stack.listen(&listen).await?;
+                let (_, port) = split_port(&listener.endpoint())?;
+                Ok((shard, listener, port))
+            };
+            let (shard, listener) = match start.await {
+                Ok((shard, listener, port)) => {
+                    mailbox.start(errands, &shard);
+                    // If the first shard has ended, it sends no ports either.
+                    let _ = ready.send(Ok(port));
+                    (shard, listener)
+                }
+                Err(e) => return drop(ready.send(Err(e))),
+            };
+            let Ok(ports) = ports.await else { return };
+            shard.listens(endpoint(&*listener, ports));
+            run(&shard, listener, unfinished, stop).await;
+        })
     }
 }
 
@@ -276,7 +306,7 @@ async fn run(
     shard: &Rc<Shard>,
     listener: Box<dyn Listener>,
     unfinished: Unfinished,
-    stop: impl Future<Output = ()>,
+    stop: LocalBoxFuture<'_, ()>,
 ) {
     let collector = spawn(Rc::clone(shard).collect_for_ever());
     let upkeep = spawn(Rc::clone(shard).look_after_groups());

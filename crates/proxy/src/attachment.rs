@@ -9,6 +9,7 @@ use base::thread::ThreadClass;
 use base::watch;
 use channel::{ChannelError, DmaEngine, DpuMemory, ShmEngine, ShmOptions, TargetInfo};
 use ec::offload::scheduler::health_status;
+use futures::future::BoxFuture;
 use wire::{OffloadState, OffloadStatus};
 
 use crate::options::{AttachmentOptions, DmaTuning, StoreEndpoint};
@@ -50,25 +51,31 @@ impl Attachment {
     ///
     /// # Errors
     /// Fails if the seat is invalid, if memory cannot be allocated, or if no store answered in time.
-    pub async fn connect(
+    pub fn connect(
         endpoint: StoreEndpoint,
         options: AttachmentOptions,
-    ) -> Result<Attachment, ChannelError> {
-        options.seat.check()?;
-        let memory = DpuMemory::new(options.memory)?;
-        let engine: Arc<dyn DmaEngine> = match &options.engine {
-            Some(engine) => Arc::clone(engine),
-            None => ShmEngine::start(ShmOptions { faults: options.faults.clone(), ..ShmOptions::default() })?,
-        };
-        let shared = Shared::new(memory, engine, endpoint, options)?;
-        let mut incarnation = shared.incarnation.subscribe();
-        let wait = shared.options.wait_for_store;
-        let attachment = Attachment { handle: Arc::new(AttachmentHandle { shared: Arc::clone(&shared) }) };
-        task::spawn(ThreadClass::Channel, supervise(shared));
-        match tokio::time::timeout(wait, incarnation.wait_for(|g| *g > 0)).await {
-            Ok(Ok(_)) => Ok(attachment),
-            _ => Err(attachment.no_store_error()),
-        }
+    ) -> BoxFuture<'static, Result<Attachment, ChannelError>> {
+        // The future is boxed, so that its code is generated only in this crate.
+        Box::pin(async move {
+            options.seat.check()?;
+            let memory = DpuMemory::new(options.memory)?;
+            let engine: Arc<dyn DmaEngine> = match &options.engine {
+                Some(engine) => Arc::clone(engine),
+                None => {
+                    ShmEngine::start(ShmOptions { faults: options.faults.clone(), ..ShmOptions::default() })?
+                }
+            };
+            let shared = Shared::new(memory, engine, endpoint, options)?;
+            let mut incarnation = shared.incarnation.subscribe();
+            let wait = shared.options.wait_for_store;
+            let attachment =
+                Attachment { handle: Arc::new(AttachmentHandle { shared: Arc::clone(&shared) }) };
+            task::spawn(ThreadClass::Channel, supervise(shared));
+            match tokio::time::timeout(wait, incarnation.wait_for(|g| *g > 0)).await {
+                Ok(Ok(_)) => Ok(attachment),
+                _ => Err(attachment.no_store_error()),
+            }
+        })
     }
 
     fn no_store_error(&self) -> ChannelError {
