@@ -136,7 +136,12 @@ impl ControlClient {
         });
     }
 
-    async fn channel(&self, endpoint: &str) -> Result<Channel, ControlError> {
+    /// Returns a connection to the control plane with the address `endpoint` (`host:port`), for the calls
+    /// that are no administrative requests: those of the health service and of reflection.
+    ///
+    /// # Errors
+    /// If the node cannot be reached, or has another identity.
+    pub async fn channel(&self, endpoint: &str) -> Result<Channel, ControlError> {
         let known = lock(&self.kept).channel.clone();
         if let Some((_, channel)) = known.filter(|(at, _)| at == endpoint) {
             return Ok(channel);

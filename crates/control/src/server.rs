@@ -20,7 +20,7 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::time::Instant;
 use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
-use tonic::service::interceptor::InterceptedService;
+use tonic::service::InterceptorLayer;
 use tonic::transport::server::Connected;
 use tonic::{Request, Status};
 use wire::{AdminReply, AdminRequest};
@@ -198,6 +198,7 @@ async fn serve(
     health.set_serving::<NodeServer<Services>>().await;
     let reflection = tonic_reflection::server::Builder::configure()
         .register_encoded_file_descriptor_set(proto::DESCRIPTORS)
+        .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
         .build_v1()?;
     let incoming = futures::stream::unfold(connections, |mut connections| async {
         let next = connections.recv().await?;
@@ -209,15 +210,17 @@ async fn serve(
         .max_concurrent_streams(CALLS_MAX)
         .concurrency_limit_per_connection(CALLS_MAX as usize)
         .http2_max_header_list_size(HEADERS_MAX)
-        .add_service(InterceptedService::new(node, guard.clone()))
-        .add_service(InterceptedService::new(pools, guard.clone()))
-        .add_service(InterceptedService::new(targets, guard.clone()))
-        .add_service(InterceptedService::new(accounts, guard.clone()))
-        .add_service(InterceptedService::new(capabilities, guard.clone()))
-        .add_service(InterceptedService::new(sessions, guard.clone()))
-        .add_service(InterceptedService::new(debug, guard.clone()))
-        .add_service(InterceptedService::new(healthy, guard.clone()))
-        .add_service(InterceptedService::new(reflection, guard))
+        // Also refuses calls that no service has, so that a client with an unknown key learns nothing.
+        .layer(InterceptorLayer::new(guard))
+        .add_service(node)
+        .add_service(pools)
+        .add_service(targets)
+        .add_service(accounts)
+        .add_service(capabilities)
+        .add_service(sessions)
+        .add_service(debug)
+        .add_service(healthy)
+        .add_service(reflection)
         .serve_with_incoming(incoming);
     tokio::select! {
         never = accepting => match never {},
