@@ -1,6 +1,10 @@
 //! Every request and every call, by every kind of caller, gets the answer that the tables in
 //! SECURITY.md state. The tables are kept apart from the code that decides.
 
+mod calls;
+mod requests;
+mod table;
+
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,55 +14,23 @@ use base::clock::WallClock;
 use bytes::Bytes;
 use client::engine::NativeEngine;
 use client::{Client, Options};
-use control::{ControlClient, ControlError, ControlListener, ControlServer};
+use control::{ControlClient, ControlListener, ControlServer};
 use identity::{Caller, Credentials, Identity, KeyHash, NODE_ADMIN, Trust, UserDirectory, UserName};
 use messenger::{
     ConnectOptions, Connection, ConnectionConfig, ConnectionEvent, Incoming, Message, MessengerError,
     NetworkStack, StackOptions, UseAs,
 };
 use osd::{Directory, OsdAdministrator, OsdConfig, OsdServer};
-use wire::AccountRequest::{
-    CreateTenant, CreateUser, Grant, ListTenants, ListUsers, RemoveTenant, RemoveUser, Revoke,
-};
+use wire::AccountRequest::{CreateTenant, CreateUser, Grant, RemoveUser, Revoke};
 use wire::{
-    AdminReply, AdminRequest, BulkDescriptor, BulkDirection, BulkOwner, BulkSegment, Condition, Data, Error,
-    List, MemoryKind, Mutate, Mutation, ObjectRequest, OpBytes, Query, QueryOp, Read, RequestBody,
-    RequestHead, SessionId, Verbs, WireName,
+    AdminReply, AdminRequest, BulkDescriptor, Condition, Data, Error, Mutate, Mutation, ObjectRequest,
+    OpBytes, Query, QueryOp, Read, RequestBody, RequestHead, SessionId, WireName,
 };
 
+#[cfg(mutants)]
+use self::{calls::wrong_calls, requests::wrong_requests};
 use crate::common::{Node, network};
 use crate::raw::head;
-
-const TABLES: &str = include_str!("../../../../SECURITY.md");
-
-/// The callers, in the order of the tables' columns.
-const CALLERS: [&str; 10] = [
-    "no credential",
-    "another node's",
-    "another tenant",
-    "another user",
-    "read-only",
-    "prefix-only",
-    "expired",
-    "revoked",
-    "owner",
-    "node admin",
-];
-
-/// Returns the rows of the table whose first column has this title.
-fn table(title: &str) -> BTreeMap<String, Vec<String>> {
-    let cells = |line: &str| -> Vec<String> {
-        line.trim_matches('|').split('|').map(|cell| cell.trim().trim_matches('`').to_owned()).collect()
-    };
-    let mut lines = TABLES.lines().skip_while(|line| !line.starts_with(&format!("| {title} |")));
-    assert_eq!(cells(lines.next().unwrap())[1..], CALLERS, "the columns of the table \"{title}\"");
-    let rows = lines.skip(1).take_while(|line| line.starts_with('|'));
-    rows.map(|line| {
-        let mut row = cells(line);
-        (row.remove(0), row)
-    })
-    .collect()
-}
 
 /// The administrator of the node, and the users in the node's map.
 struct Users {
@@ -189,14 +161,11 @@ impl World {
         self.create("main/operator", true, &[]).await;
     }
 
-    /// Returns the trust and the name of a caller.
-    pub(crate) fn caller(&self, column: &str) -> Trust {
-        let user = match column {
-            "no credential" | "another node's" => {
-                let stranger = Identity::generate();
-                let pinned = if column == "no credential" { self.identity.key() } else { stranger.key() };
-                return Trust::client(&stranger, pinned);
-            }
+    /// Returns the user who makes the requests of a column of the tables in SECURITY.md. Unknown callers
+    /// have no user.
+    fn user_of(column: &str) -> &'static str {
+        match column {
+            "no credential" | "another node's" => "",
             "another tenant" => "rival/owner",
             "another user" => "films/other",
             "read-only" => "films/reader",
@@ -205,8 +174,19 @@ impl World {
             "revoked" => "films/gone",
             "node admin" => "main/operator",
             other => panic!("{other}"),
-        };
-        Trust::client(&self.users[user], self.identity.key())
+        }
+    }
+
+    /// Returns the trust of the caller of a column.
+    pub(crate) fn caller(&self, column: &str) -> Trust {
+        match World::user_of(column) {
+            "" => {
+                let stranger = Identity::generate();
+                let pinned = if column == "no credential" { self.identity.key() } else { stranger.key() };
+                Trust::client(&stranger, pinned)
+            }
+            user => Trust::client(&self.users[user], self.identity.key()),
+        }
     }
 
     fn control_endpoint(&self) -> String {
@@ -230,27 +210,6 @@ impl World {
         let (connection, incoming) = stack.connect(&self.node.endpoint, ConnectOptions { timeout }).await?;
         Ok(Line { connection, incoming, seq: 0 })
     }
-
-    /// The sessions and capabilities with which the callers make the requests of the table.
-    async fn lines(&self) -> BTreeMap<&'static str, Option<(Line, Bytes)>> {
-        let mut lines = BTreeMap::new();
-        for column in CALLERS {
-            let trust = self.caller(column);
-            let lifetime = if column == "expired" { 1 } else { 0 };
-            let line = match self.capability(&trust, lifetime).await {
-                None => self.connect(trust).await.map(|line| (line, Bytes::new())).ok(),
-                Some(capability) => {
-                    let mut line = self.connect(trust).await.unwrap();
-                    line.ask(opening(None, capability.clone())).await.unwrap();
-                    Some((line, capability))
-                }
-            };
-            lines.insert(column, line);
-        }
-        self.account(Revoke { user: "films/gone".parse().unwrap(), scope: None, verbs: Verbs::ALL }).await;
-        tokio::time::sleep(Duration::from_millis(1100)).await;
-        lines
-    }
 }
 
 /// A connection on which a test sends requests.
@@ -261,19 +220,15 @@ pub(crate) struct Line {
 }
 
 impl Line {
-    /// Leaves a strand that has no session, which needs no right and has no answer. Waits for the answer
-    /// to another request on the connection.
-    async fn leave(&mut self) -> &'static str {
-        let leave = wire::encode_request(&RequestHead { strand: 1, ..head(0) }, &RequestBody::Leave);
-        self.connection.send(Message { header: leave, payload: Payload::default() }).await.unwrap();
-        drop(self.ask(query("a/x")).await);
-        "yes"
+    /// Sends a request on a strand.
+    async fn send(&self, strand: u32, seq: u64, body: &RequestBody) {
+        let header = wire::encode_request(&RequestHead { strand, ..head(seq) }, body);
+        self.connection.send(Message { header, payload: Payload::default() }).await.unwrap();
     }
 
     pub(crate) async fn ask(&mut self, body: RequestBody) -> Result<wire::ReplyBody, Error> {
         self.seq += 1;
-        let header = wire::encode_request(&head(self.seq), &body);
-        self.connection.send(Message { header, payload: Payload::default() }).await.unwrap();
+        self.send(0, self.seq, &body).await;
         loop {
             match self.incoming.next().await {
                 ConnectionEvent::Message(message) => {
@@ -310,280 +265,7 @@ pub(crate) fn query(object: &str) -> RequestBody {
     ObjectRequest::Query(Query { name: name(object), conditions: vec![], ops: vec![QueryOp::Stat] }).into()
 }
 
-fn list(namespace: Option<&'static str>, prefix: &'static str) -> RequestBody {
-    ObjectRequest::List(List {
-        pool: "p".into(),
-        namespace: namespace.map(Bytes::from),
-        prefix: prefix.into(),
-        group: None,
-        cursor: Bytes::new(),
-        limit: 10,
-        skip_unavailable: false,
-    })
-    .into()
-}
-
-/// Memory of a third party.
-fn foreign() -> BulkDescriptor {
-    BulkDescriptor {
-        owner: BulkOwner::Fabric(vec![1, 2, 3]),
-        memory: MemoryKind::Host,
-        segments: vec![BulkSegment { address: 0, key: 7, len: 4096 }],
-        direction: BulkDirection::Write,
-        block_offset: 0,
-        expires_ms: 0,
-        remote: None,
-    }
-}
-
-/// Returns the name of a request's row. A new request does not compile without its row.
-fn row_of(request: &RequestBody) -> String {
-    let place = |object: &WireName| String::from_utf8(object.object.to_vec()).unwrap();
-    match request {
-        RequestBody::Open { .. } => "Open".into(),
-        RequestBody::Renew { .. } => "Renew".into(),
-        RequestBody::CloseSession => "CloseSession".into(),
-        RequestBody::Leave => "Leave".into(),
-        RequestBody::Object(request) => match request {
-            ObjectRequest::Read(Read { sink: Some(_), .. }) => "Read into memory of a third party".into(),
-            ObjectRequest::Read(read) => format!("Read {}", place(&read.name)),
-            ObjectRequest::Query(query) => format!("Query {}", place(&query.name)),
-            ObjectRequest::Mutate(mutate) => {
-                let conditional = if mutate.conditions.is_empty() { "" } else { " if the data matches" };
-                format!("Mutate {}{conditional}", place(&mutate.name))
-            }
-            ObjectRequest::List(list) => {
-                let prefix = String::from_utf8(list.prefix.to_vec()).unwrap();
-                match (&list.namespace, &*prefix) {
-                    (None, _) => "List all namespaces".into(),
-                    (Some(_), "") => "List the default namespace".into(),
-                    (Some(_), prefix) => format!("List {prefix}"),
-                }
-            }
-        },
-    }
-}
-
-/// What a request's answer says about its right.
-fn verdict<T>(answer: &Result<T, Error>) -> &'static str {
-    match answer {
-        Err(Error::NotPermitted { .. } | Error::NotAdministrator { .. }) => "no",
-        Err(Error::CapabilityRefused { .. } | Error::NoSession(_)) => "stale",
-        Err(Error::NoSuchPool(_)) => "absent",
-        // Other refusals come after the right was checked.
-        Ok(_) | Err(_) => "yes",
-    }
-}
-
-/// Returns all differences between the answers and a table.
-fn compare(title: &str, found: &BTreeMap<String, Vec<&'static str>>) -> Vec<String> {
-    let expected = table(title);
-    let mut wrong = Vec::new();
-    for (row, answers) in found {
-        let Some(cells) = expected.get(row) else {
-            wrong.push(format!("the table has no row {row}; found {answers:?}"));
-            continue;
-        };
-        for ((caller, answer), cell) in CALLERS.iter().zip(answers).zip(cells) {
-            if answer != cell {
-                wrong.push(format!("{row}, {caller}: {answer} instead of {cell}"));
-            }
-        }
-    }
-    wrong.extend(
-        expected.keys().filter(|row| !found.contains_key(*row)).map(|row| format!("untested row {row}")),
-    );
-    wrong
-}
-
-#[tokio::test]
-async fn every_request_of_the_data_path_gets_the_answer_of_the_table() {
-    assert_eq!(wrong_requests().await, Vec::<String>::new());
-}
-
-/// Makes every request as every caller. Returns the differences from the table.
-async fn wrong_requests() -> Vec<String> {
-    let world = World::start().await;
-    let mut lines = world.lines().await;
-    let same = Condition::Bytes(0, "x".into());
-    let requests = [
-        write("a/x", vec![]),
-        write("b/x", vec![]),
-        write("a/x", vec![same.clone()]),
-        write("c/x", vec![]),
-        write("c/x", vec![same]),
-        read("a/x", None),
-        read("b/x", None),
-        query("a/x"),
-        query("b/x"),
-        list(None, ""),
-        list(Some(""), ""),
-        list(Some(""), "a/"),
-        list(Some(""), "a/x"),
-        read("a/x", Some(foreign())),
-        RequestBody::Renew { capability: Bytes::new() },
-        opening(None, Bytes::new()),
-        RequestBody::Leave,
-        RequestBody::CloseSession,
-    ];
-    let mut found = BTreeMap::<String, Vec<&'static str>>::new();
-    for request in &requests {
-        for column in CALLERS {
-            let answer = match lines.get_mut(column).unwrap() {
-                None => "refused",
-                Some((line, _)) if matches!(request, RequestBody::Leave) => line.leave().await,
-                Some((line, capability)) => {
-                    let request = match request.clone() {
-                        RequestBody::Renew { .. } => RequestBody::Renew { capability: capability.clone() },
-                        RequestBody::Open { .. } => opening(None, capability.clone()),
-                        other => other,
-                    };
-                    verdict(&line.ask(request).await)
-                }
-            };
-            found.entry(row_of(request)).or_default().push(answer);
-        }
-    }
-    compare("request", &found)
-}
-
-/// Returns the name of a call's row. A new request of an operator does not compile without its row.
-fn call_of(request: &AdminRequest) -> &'static str {
-    match request {
-        AdminRequest::PoolCreate { .. } => "CreatePool",
-        AdminRequest::PoolList { tenant: None } => "ListPools",
-        AdminRequest::PoolList { .. } => "ListPools of the tenant",
-        AdminRequest::PoolRemove { .. } => "RemovePool",
-        AdminRequest::Scrub { .. } => "ScrubPool",
-        AdminRequest::TargetSetOut { .. } => "SetTargetOut",
-        AdminRequest::TargetReplace { .. } => "ReplaceTarget",
-        AdminRequest::TargetForget { .. } => "ForgetTarget",
-        AdminRequest::SetRebuildRate(_) => "SetRebuildRate",
-        AdminRequest::SetCodingMode(_) => "SetCodingMode",
-        AdminRequest::Status => "GetStatus",
-        AdminRequest::Usage => "GetUsage",
-        AdminRequest::CollectOrphans { .. } => "CollectOrphans",
-        AdminRequest::IssueCapability { grants: None, .. } => "IssueCapability",
-        AdminRequest::IssueCapability { .. } => "IssueCapability with all rights",
-        AdminRequest::WhoAmI => "GetCaller",
-        AdminRequest::ListSessions => "ListSessions",
-        AdminRequest::KillSession(_) => "KillSession",
-        AdminRequest::Audit { .. } => "GetAudit",
-        AdminRequest::ArmFault(_) => "ArmFault",
-        AdminRequest::ListFaults => "ListFaults",
-        AdminRequest::ClearFaults => "ClearFaults",
-        AdminRequest::TuneChannel(_) => "TuneChannel",
-        AdminRequest::Accounts(request) => match request {
-            CreateTenant { .. } => "CreateTenant",
-            ListTenants => "ListTenants",
-            RemoveTenant { .. } => "RemoveTenant",
-            CreateUser { is_node_admin: true, .. } => "CreateUser who administers the node",
-            CreateUser { .. } => "CreateUser",
-            ListUsers { .. } => "ListUsers",
-            RemoveUser { .. } => "RemoveUser",
-            Grant { .. } => "GrantRights",
-            Revoke { .. } => "RevokeRights",
-        },
-    }
-}
-
-#[tokio::test]
-async fn every_call_of_the_control_plane_gets_the_answer_of_the_table() {
-    assert_eq!(wrong_calls().await, Vec::<String>::new());
-}
-
-/// Makes every call as every caller. Returns the differences from the table.
-async fn wrong_calls() -> Vec<String> {
-    let world = World::start().await;
-    world.account(RemoveUser { user: "films/gone".parse().unwrap() }).await;
-    let tenant = || Some("films".to_owned());
-    let missing = || "films/nobody".parse::<wire::AccountName>().unwrap();
-    let all = || wire::AccessGrant { scope: wire::Scope::ALL, verbs: Verbs::ALL };
-    let user = |name: &str| name.parse::<wire::AccountName>().unwrap();
-    let accounts = AdminRequest::Accounts;
-    // None of the requests changes what other requests see: where the right suffices, there is another
-    // reason for a refusal, or the change does nothing.
-    let redundancy = wire::Redundancy::Single;
-    let requests = [
-        AdminRequest::PoolCreate { name: "p".into(), pg_count: 1, redundancy, tenant: tenant() },
-        AdminRequest::PoolList { tenant: None },
-        AdminRequest::PoolList { tenant: tenant() },
-        AdminRequest::Scrub { pool: "p".into(), start: false, repair: false, tenant: tenant() },
-        AdminRequest::TargetSetOut { index: 99, out: true },
-        AdminRequest::TargetReplace { index: 99, uuid: uuid::Uuid::nil() },
-        AdminRequest::TargetForget { index: 99, accept_loss: false },
-        AdminRequest::SetRebuildRate(0),
-        AdminRequest::SetCodingMode("latency-sensitive".parse().unwrap()),
-        AdminRequest::Status,
-        AdminRequest::Usage,
-        AdminRequest::CollectOrphans { older_than_ms: 1 << 40 },
-        AdminRequest::IssueCapability { grants: None, key: None, lifetime_s: 0 },
-        AdminRequest::IssueCapability { grants: Some(vec![all()]), key: None, lifetime_s: 0 },
-        AdminRequest::WhoAmI,
-        AdminRequest::ListSessions,
-        AdminRequest::KillSession(SessionId(1)),
-        AdminRequest::Audit { limit: 1 },
-        AdminRequest::ArmFault("dma.transfer=fail".parse().unwrap()),
-        AdminRequest::ListFaults,
-        AdminRequest::ClearFaults,
-        AdminRequest::TuneChannel(wire::TuningChange::default()),
-        accounts(CreateTenant { name: "main".into() }),
-        accounts(ListTenants),
-        accounts(RemoveTenant { name: "main".into() }),
-        accounts(CreateUser { user: user("films/other"), key: [1; 32], is_node_admin: false }),
-        accounts(CreateUser { user: user("films/other"), key: [1; 32], is_node_admin: true }),
-        accounts(ListUsers { tenant: tenant() }),
-        accounts(RemoveUser { user: missing() }),
-        accounts(Grant { user: missing(), grant: all() }),
-        accounts(Revoke { user: missing(), scope: None, verbs: Verbs::ALL }),
-        AdminRequest::PoolRemove { name: "p".into(), force: true, tenant: tenant() },
-    ];
-    let mut found = BTreeMap::<String, Vec<&'static str>>::new();
-    for request in &requests {
-        for column in CALLERS {
-            // Removing the pool must not take the pool from the next caller.
-            let request = match request.clone() {
-                AdminRequest::PoolRemove { tenant, .. } => {
-                    let pool = AdminRequest::PoolCreate {
-                        name: format!("victim-{}", column.len()).into(),
-                        pg_count: 1,
-                        redundancy,
-                        tenant: tenant.clone(),
-                    };
-                    let name = format!("victim-{}", column.len()).into();
-                    world.order_unless_present(pool).await;
-                    AdminRequest::PoolRemove { name, force: true, tenant }
-                }
-                other => other,
-            };
-            let row = call_of(&request).to_owned();
-            let client = ControlClient::new(world.caller(column));
-            let answer = match client.administer(&world.control_endpoint(), request, false).await {
-                Err(ControlError::Refused(e)) => verdict::<()>(&Err(e)),
-                Err(
-                    ControlError::NotPermitted(_)
-                    | ControlError::Identity(_)
-                    | ControlError::Unreachable { .. },
-                ) => "refused",
-                Err(other) => panic!("{row}, {column}: {other}"),
-                Ok(_) => "yes",
-            };
-            found.entry(row).or_default().push(answer);
-        }
-    }
-    compare("call", &found)
-}
-
 impl World {
-    async fn order_unless_present(&self, request: AdminRequest) {
-        let user = UserName { id: NODE_ADMIN, tenant_id: 0, tenant: "main".into(), user: "admin".into() };
-        let caller = Caller { key: self.admin.key(), user };
-        match self.administrator.administer(caller, request, false).await {
-            Ok(_) | Err(Error::PoolExists(_)) => {}
-            Err(e) => panic!("{e}"),
-        }
-    }
-
     /// Returns a client of a user.
     async fn client(&self, column: &str) -> client::Result<Client> {
         let options = Options { stack: network(), trust: self.caller(column), ..Options::default() };
