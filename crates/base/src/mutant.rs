@@ -64,8 +64,14 @@ pub enum Mutant {
     IgnorePrefix,
     /// Each user administers the own tenant.
     PermitAdmin,
+    /// Each user administers the pools of the own tenant.
+    PermitPoolAdmin,
     /// Each user administers the node.
     PermitNodeAdmin,
+    /// A tenant that an operator names counts as the operator's own.
+    IgnoreTenantName,
+    /// A user may issue capabilities with rights that the user lacks.
+    WidenCapabilities,
     /// An administrator of the node gets capabilities with all rights.
     NodeAdminReads,
     /// A name of a pool may mean a pool of another tenant.
@@ -76,6 +82,8 @@ pub enum Mutant {
     IgnoreRevision,
     /// A request may name any third party's memory.
     PermitForeignMemory,
+    /// The control plane serves clients with unknown keys.
+    ServeUnknownKeys,
 }
 
 impl Mutant {
@@ -103,19 +111,23 @@ impl Mutant {
     ];
 
     /// The planted errors in permissions, which the tests of rights find.
-    pub const PERMISSIONS: [Mutant; 12] = [
+    pub const PERMISSIONS: [Mutant; 16] = [
         Mutant::PermitReads,
         Mutant::PermitWrites,
         Mutant::PermitLists,
         Mutant::CompareWithoutRead,
         Mutant::IgnorePrefix,
         Mutant::PermitAdmin,
+        Mutant::PermitPoolAdmin,
         Mutant::PermitNodeAdmin,
+        Mutant::IgnoreTenantName,
+        Mutant::WidenCapabilities,
         Mutant::NodeAdminReads,
         Mutant::CrossTenants,
         Mutant::IgnoreExpiry,
         Mutant::IgnoreRevision,
         Mutant::PermitForeignMemory,
+        Mutant::ServeUnknownKeys,
     ];
 
     /// The bug's name for command lines.
@@ -147,12 +159,16 @@ impl Mutant {
             Mutant::CompareWithoutRead => "compare-without-read",
             Mutant::IgnorePrefix => "ignore-prefix",
             Mutant::PermitAdmin => "permit-admin",
+            Mutant::PermitPoolAdmin => "permit-pool-admin",
             Mutant::PermitNodeAdmin => "permit-node-admin",
+            Mutant::IgnoreTenantName => "ignore-tenant-name",
+            Mutant::WidenCapabilities => "widen-capabilities",
             Mutant::NodeAdminReads => "node-admin-reads",
             Mutant::CrossTenants => "cross-tenants",
             Mutant::IgnoreExpiry => "ignore-expiry",
             Mutant::IgnoreRevision => "ignore-revision",
             Mutant::PermitForeignMemory => "permit-foreign-memory",
+            Mutant::ServeUnknownKeys => "serve-unknown-keys",
         }
     }
 }

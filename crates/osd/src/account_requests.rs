@@ -255,7 +255,7 @@ fn narrowed(map: &NodeMap, user: &UserRights, rights: &Rights, grant: &AccessGra
     });
     let wanted = Verb::ALL.into_iter().filter(|verb| verbs.contains(*verb));
     for verb in wanted {
-        if !rights.permits(verb, pool, place) {
+        if !rights.permits(verb, pool, place) && !base::mutant!(WidenCapabilities) {
             let (user, verb, place) = (user.name.clone(), verb.to_string(), scope.to_string());
             return Err(Error::NotPermitted { user, verb, place });
         }
