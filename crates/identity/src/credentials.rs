@@ -1,16 +1,14 @@
 //! [`Credentials`]: the file from which a client reads its identity.
 
-use std::fs::{File, OpenOptions};
-use std::io::{Read, Write};
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::fs::OpenOptions;
+use std::io::Write;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
+use crate::secret_file::read_secret;
 use crate::{Identity, IdentityError, KeyHash, Trust};
-
-/// Maximum size of a credential file, in bytes.
-const SIZE_MAX: u64 = 16 << 10;
 
 /// The identity of a user, and the key of the node to which the user connects.
 ///
@@ -44,29 +42,15 @@ struct CredentialsFile {
 }
 
 impl Credentials {
-    /// Reads a credential file.
+    /// Reads a credential file. It may also be a pipe.
     ///
     /// # Errors
-    /// If the file cannot be read, if other users may read or change it, or if its content is
+    /// The errors of [`read_secret`]; [`IdentityError::File`] if the file does not exist or its content is
     /// invalid.
     pub fn load(path: &Path) -> Result<Credentials, IdentityError> {
         let fail = |reason: String| IdentityError::File { path: path.to_owned(), reason };
-        let file = File::open(path).map_err(|e| {
-            fail(format!("cannot read the credentials: {e}; name another file with --credentials"))
-        })?;
-        let metadata = file.metadata().map_err(|e| fail(e.to_string()))?;
-        if !metadata.is_file() || metadata.len() > SIZE_MAX {
-            return Err(fail("this is not a credential file; name another file with --credentials".into()));
-        }
-        if metadata.mode() & 0o077 != 0 {
-            let mode = metadata.mode() & 0o777;
-            return Err(fail(format!(
-                "other users have access to the credentials (mode {mode:03o}); run chmod 600 on the file, and replace \
-                 its key if others may have read it"
-            )));
-        }
-        let mut text = String::new();
-        file.take(SIZE_MAX).read_to_string(&mut text).map_err(|e| fail(e.to_string()))?;
+        let missing = || fail("the file does not exist; name another file with --credentials".into());
+        let text = read_secret(path)?.ok_or_else(missing)?;
         // The text of a parser's error could contain parts of the key.
         let parsed = toml::from_str::<CredentialsFile>(&text);
         let content = parsed.map_err(|e| {
@@ -124,7 +108,7 @@ fn write_secret(path: &Path, content: &[u8]) -> Result<(), IdentityError> {
 mod tests {
     use super::*;
     use std::fs::Permissions;
-    use std::os::unix::fs::PermissionsExt;
+    use std::os::unix::fs::{MetadataExt, PermissionsExt};
 
     fn sample() -> Credentials {
         let node = Identity::generate().key();
@@ -144,8 +128,8 @@ mod tests {
         assert!(again.contains("exists already"), "{again}");
         for mode in [0o640, 0o604, 0o620] {
             std::fs::set_permissions(&path, Permissions::from_mode(mode)).unwrap();
-            let error = Credentials::load(&path).unwrap_err().to_string();
-            assert!(error.contains("chmod 600"), "{error}");
+            let error = Credentials::load(&path).unwrap_err();
+            assert_eq!(error, IdentityError::Exposed { path: path.clone(), mode });
         }
     }
 

@@ -37,7 +37,31 @@ pub enum IdentityError {
     /// This side has no key for the role of client or of server.
     #[error("this process may not act as {0} of this protocol")]
     NoRole(&'static str),
-    /// A credential file cannot be read or written.
+    /// Other users have access to a file with a private key.
+    #[error(
+        "{} contains a private key, but other users have access to it (mode {mode:03o}); run `chmod 600 {}`, and replace \
+         the key if others may have read it", path.display(), path.display()
+    )]
+    Exposed {
+        /// The file.
+        path: PathBuf,
+        /// Permissions of the file.
+        mode: u32,
+    },
+    /// A file with a private key belongs to another user, who can read and replace the key.
+    #[error(
+        "{} contains a private key, but belongs to another user (uid {owner}, not {reader}); run the command as that \
+         user, or make a copy with `install -m 600`, and name the copy", path.display()
+    )]
+    OtherOwner {
+        /// The file.
+        path: PathBuf,
+        /// Uid of the file's owner.
+        owner: u32,
+        /// Effective uid of this process.
+        reader: u32,
+    },
+    /// A file with a private key cannot be read or written.
     #[error("{}: {reason}", path.display())]
     File {
         /// The file.

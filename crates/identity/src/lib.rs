@@ -6,7 +6,8 @@
 //! identity a process proves, and whose proof it accepts. [`Handshake`] performs TLS 1.3 over any
 //! way of exchanging bytes, and gives both sides a common [`ProofKey`]. With this key, each side
 //! proves later that it took part in the handshake. [`Credentials`] is the file from which a client
-//! reads its identity.
+//! reads its identity. [`read_secret`] reads a file with a private key, and refuses a file to which other
+//! users have access.
 //!
 //! This crate does no network I/O. The messenger, the host–DPU channel and the control plane use it.
 
@@ -19,6 +20,7 @@ mod handshake;
 mod key;
 mod proof;
 mod provider;
+mod secret_file;
 mod trust;
 
 pub use credentials::Credentials;
@@ -26,4 +28,5 @@ pub use error::IdentityError;
 pub use handshake::{Handshake, MAX_HANDSHAKE_BYTES, proven_key, server_name, server_refused};
 pub use key::{Identity, KeyHash};
 pub use proof::{ProofKey, random_secret};
+pub use secret_file::read_secret;
 pub use trust::{Caller, MAIN_TENANT, NODE_ADMIN, OnlyProcess, Protocol, Trust, UserDirectory, UserName};

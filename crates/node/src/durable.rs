@@ -7,7 +7,7 @@
 use std::fs::{DirBuilder, File, OpenOptions};
 use std::io::{self, Write};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use super::dir::{DirError, io_error};
 
@@ -16,23 +16,34 @@ use super::dir::{DirError, io_error};
 /// # Errors
 /// If the operating system reports an error.
 pub fn replace_file(path: &Path, content: impl AsRef<[u8]>) -> Result<(), DirError> {
-    replace_with_mode(path, content.as_ref(), 0o666)
+    replace_with(path, content.as_ref(), OpenOptions::new().write(true).create(true).truncate(true))
 }
 
-/// Like [`replace_file`], for a file that only its owner may read.
+/// Like [`replace_file`], for a file that only its owner may read at any time.
 ///
 /// # Errors
 /// If the operating system reports an error.
 pub fn create_secret(path: &Path, content: impl AsRef<[u8]>) -> Result<(), DirError> {
-    replace_with_mode(path, content.as_ref(), 0o600)
+    // An interrupted call may have left the temporary file of another file with more permissions, for
+    // example `keys/store.new` of `keys/store`. Opening this file would keep its mode.
+    let left = temporary(path);
+    match std::fs::remove_file(&left) {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(io_error("remove", &left)(e)),
+        _ => {}
+    }
+    replace_with(path, content.as_ref(), OpenOptions::new().write(true).create_new(true).mode(0o600))
 }
 
-/// Replaces a file. `mode` is its mode, from which the process's umask removes permissions.
-fn replace_with_mode(path: &Path, content: &[u8], mode: u32) -> Result<(), DirError> {
-    let new = path.with_extension("new");
+/// The file that a new content is written to before it replaces `path`.
+fn temporary(path: &Path) -> PathBuf {
+    path.with_extension("new")
+}
+
+/// Replaces a file. `options` create the temporary file.
+fn replace_with(path: &Path, content: &[u8], options: &OpenOptions) -> Result<(), DirError> {
+    let new = temporary(path);
     let write = || {
-        let mut options = OpenOptions::new();
-        let mut file = options.write(true).create(true).truncate(true).mode(mode).open(&new)?;
+        let mut file = options.open(&new)?;
         file.write_all(content)?;
         file.sync_all()
     };

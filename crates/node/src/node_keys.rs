@@ -24,7 +24,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use identity::{
     Credentials, Identity, IdentityError, KeyHash, NODE_ADMIN, ProofKey, Trust, UserDirectory, UserName,
-    random_secret,
+    random_secret, read_secret,
 };
 
 use base::clock::WallClock;
@@ -54,6 +54,9 @@ pub enum NodeKeysError {
     /// A file cannot be read or written.
     #[error(transparent)]
     Dir(#[from] DirError),
+    /// A file with a private key cannot be read, or other users have access to it.
+    #[error(transparent)]
+    Secret(IdentityError),
     /// The osd does not know which store to expect.
     #[error("{} does not exist; copy it from the directory of the store, which makes it when it starts", path.display())]
     NoStore {
@@ -101,7 +104,7 @@ impl NodeKeys {
         let (own, admin, credentials) =
             (folder.join("node.pem"), folder.join("admin"), credentials_path(root));
         create_directory(&folder)?;
-        let node = match read(&own)? {
+        let node = match secret(&own)? {
             Some(text) => {
                 Identity::from_pem(&text).map_err(|source| NodeKeysError::Key { path: own, source })?
             }
@@ -130,6 +133,9 @@ impl NodeKeys {
             Some(Ok(found)) => {
                 update(&credentials, node.key(), found.identity.key())?;
                 found.identity
+            }
+            Some(Err(e @ (IdentityError::Exposed { .. } | IdentityError::OtherOwner { .. }))) => {
+                return Err(NodeKeysError::Secret(e));
             }
             Some(Err(source)) => return Err(NodeKeysError::Key { path: credentials, source }),
             None => {
@@ -216,7 +222,7 @@ pub fn store_trust(root: &Path) -> Result<Trust, NodeKeysError> {
     let folder = root.join(KEYS);
     create_directory(&folder)?;
     let own = folder.join(STORE_KEY);
-    let store = match read(&own)? {
+    let store = match secret(&own)? {
         Some(text) => Identity::from_pem(&text).map_err(|source| NodeKeysError::Key { path: own, source })?,
         None => {
             let made = Identity::generate();
@@ -260,7 +266,7 @@ fn update(credentials: &Path, node: KeyHash, admin: KeyHash) -> Result<(), DirEr
 /// Reads the DPU's secret key, or creates it.
 fn dpu_key(folder: &Path) -> Result<ProofKey, NodeKeysError> {
     let path = folder.join("dpu");
-    if let Some(text) = read(&path)? {
+    if let Some(text) = secret(&path)? {
         // The key has the same text form as the hash of a key.
         let secret = text.trim().parse::<KeyHash>();
         let why = || IdentityError::BadKey("it does not have 64 hexadecimal digits".into());
@@ -322,6 +328,11 @@ impl UserDirectory for Users {
         }
         found
     }
+}
+
+/// Reads a file with a private key; `None` if it does not exist. Other users must have no access to it.
+fn secret(path: &Path) -> Result<Option<String>, NodeKeysError> {
+    read_secret(path).map_err(NodeKeysError::Secret)
 }
 
 /// Reads a file; `None` if it does not exist.
@@ -393,6 +404,58 @@ mod tests {
             assert_eq!(credentials.node, next.node.key());
             assert_eq!((credentials.identity.key(), next.admin), (made.admin, made.admin));
         }
+    }
+
+    #[test]
+    fn a_private_key_that_other_users_may_read_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        NodeKeys::settle(dir.path()).unwrap();
+        store_trust(dir.path()).unwrap();
+        let set_mode = |path: &Path, mode| {
+            std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).unwrap();
+        };
+        for file in ["keys/node.pem", "keys/dpu", "keys/store.pem"] {
+            let path = dir.path().join(file);
+            set_mode(&path, 0o640);
+            let read = NodeKeys::settle(dir.path()).map(drop).and(store_trust(dir.path()).map(drop));
+            let error = read.unwrap_err();
+            assert!(
+                matches!(&error, NodeKeysError::Secret(IdentityError::Exposed { path: at, mode: 0o640 }) if *at == path),
+                "{error}"
+            );
+            assert!(error.to_string().contains(&format!("chmod 600 {}", path.display())), "{error}");
+            set_mode(&path, 0o600);
+        }
+        // The credentials are read only if the hash of the administrator's key is lost.
+        let credentials = credentials_path(dir.path());
+        set_mode(&credentials, 0o644);
+        NodeKeys::settle(dir.path()).unwrap();
+        std::fs::remove_file(dir.path().join("keys/admin")).unwrap();
+        let error = NodeKeys::settle(dir.path()).unwrap_err();
+        assert!(matches!(error, NodeKeysError::Secret(IdentityError::Exposed { .. })), "{error}");
+        set_mode(&credentials, 0o600);
+        NodeKeys::settle(dir.path()).unwrap();
+    }
+
+    #[test]
+    fn a_private_key_is_secret_even_if_a_file_of_an_interrupted_write_is_not() {
+        let dir = tempfile::tempdir().unwrap();
+        create_directory(&dir.path().join(KEYS)).unwrap();
+        // `store.new` is also the temporary file of `keys/store`, which all users may read.
+        for left in ["keys/node.new", "keys/dpu.new", "keys/store.new", "credentials.new"] {
+            let path = dir.path().join(left);
+            std::fs::write(&path, "").unwrap();
+            std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o666)).unwrap();
+        }
+        NodeKeys::settle(dir.path()).unwrap();
+        store_trust(dir.path()).unwrap();
+        for file in ["keys/node.pem", "keys/dpu", "keys/store.pem", CREDENTIALS] {
+            let mode = dir.path().join(file).metadata().unwrap().permissions().mode();
+            assert_eq!(mode & 0o777, 0o600, "{file}");
+        }
+        // The next start reads the keys.
+        NodeKeys::settle(dir.path()).unwrap();
+        store_trust(dir.path()).unwrap();
     }
 
     #[test]

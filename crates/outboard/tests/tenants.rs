@@ -1,8 +1,9 @@
 //! Tests of tenants, users and rights by the command line, on a running node.
 
+use std::io::Write;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
@@ -88,6 +89,40 @@ fn succeeded(args: &[&str], output: Output) -> String {
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
     assert!(output.status.success(), "{args:?}: {}{}", text(&output.stdout), text(&output.stderr));
     text(&output.stdout)
+}
+
+#[test]
+fn a_private_key_comes_from_a_secret_file_or_through_a_pipe() {
+    let node = Node::up();
+    let endpoint = node.endpoint();
+    let set_mode = |path: &Path, mode| {
+        std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).unwrap();
+    };
+    let fails = |args: &[&str], path: &Path| {
+        let output = node.command(args).output().unwrap();
+        let message = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(1), "{args:?}: {message}");
+        assert!(message.contains(&format!("chmod 600 {}", path.display())), "{message}");
+    };
+    let credentials = node.dir().join("credentials.toml");
+    set_mode(&credentials, 0o640);
+    fails(&["whoami"], &credentials);
+
+    let mut command = node.command(&["whoami"]);
+    command.env_remove("OUTBOARD_DIR").env("OUTBOARD_CREDENTIALS", "/dev/stdin");
+    command.env("OUTBOARD_ENDPOINT", &endpoint).stdin(Stdio::piped()).stdout(Stdio::piped());
+    let mut child = command.spawn().unwrap();
+    child.stdin.take().unwrap().write_all(&std::fs::read(&credentials).unwrap()).unwrap();
+    assert!(succeeded(&["whoami"], child.wait_with_output().unwrap()).contains("main/admin"));
+    assert!(!Path::new("/dev/stdin.capability").exists());
+
+    set_mode(&credentials, 0o600);
+    node.down();
+    let key = node.dir().join("keys/node.pem").canonicalize().unwrap();
+    set_mode(&key, 0o644);
+    fails(&["up", "--detach"], &key);
+    set_mode(&key, 0o600);
+    node.admin(&["up", "--detach"]);
 }
 
 #[test]

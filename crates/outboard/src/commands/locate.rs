@@ -27,8 +27,10 @@ pub fn root(args: &NodeArgs) -> PathBuf {
 pub fn connecting(args: &NodeArgs, options: Options) -> Result<Options> {
     let file = credentials_file(args)?;
     let trust = Credentials::load(&file).doing("reading the credentials")?.trust();
-    // The next command with these credentials need not get a capability again.
-    let capability_file = Some(file.with_extension("capability"));
+    // The next command with these credentials need not get a capability again. Credentials that come
+    // through a pipe (`/dev/stdin`, `/dev/fd/63`) have no place for it.
+    let is_kept = file.is_file() && !file.starts_with("/dev") && !file.starts_with("/proc");
+    let capability_file = is_kept.then(|| file.with_extension("capability"));
     let given = args.capability.as_ref().map(std::fs::read).transpose();
     let capability = given.doing("reading the capability")?.map(bytes::Bytes::from);
     Ok(Options {
