@@ -111,8 +111,10 @@ fn read(file: &Path) -> Option<Bytes> {
 /// Replaces the file. Only its owner can read it.
 fn write(file: &Path, capability: &[u8]) -> std::io::Result<()> {
     let new = file.with_extension(format!("{}.new", std::process::id()));
+    // In a shared directory, another user could have created the file or a link with this name.
+    let _ = std::fs::remove_file(&new);
     let mut options = std::fs::OpenOptions::new();
-    let written = options.write(true).create(true).truncate(true).mode(0o600).open(&new);
+    let written = options.write(true).create_new(true).mode(0o600).open(&new);
     let written = written.and_then(|mut file| file.write_all(capability));
     written.and_then(|()| std::fs::rename(&new, file)).inspect_err(|_| drop(std::fs::remove_file(&new)))
 }
