@@ -61,14 +61,14 @@ pub struct ChannelHello {
 
 /// The start of a hello, which is the same in all versions of the protocol.
 #[derive(Deserialize)]
-struct HelloVersions {
+pub(crate) struct HelloVersions {
     min: u16,
     max: u16,
 }
 
 impl HelloVersions {
     /// Refuses an osd that does not support this program's version.
-    fn check(&self) -> Result<()> {
+    pub(crate) fn check(&self) -> Result<()> {
         let HelloVersions { min, max } = *self;
         if (min..=max).contains(&VERSION) {
             return Ok(());
@@ -476,7 +476,7 @@ fn encode(value: &impl Serialize) -> Bytes {
     Bytes::from(postcard::to_stdvec(value).expect("plain data can be serialized"))
 }
 
-fn decode<T: serde::de::DeserializeOwned>(bytes: &[u8]) -> Result<T> {
+pub(crate) fn decode<T: serde::de::DeserializeOwned>(bytes: &[u8]) -> Result<T> {
     postcard::from_bytes(bytes)
         .map_err(|e| ChannelError::protocol(format!("handshake cannot be decoded: {e}")))
 }

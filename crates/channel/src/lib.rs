@@ -19,6 +19,7 @@ mod doorbell;
 mod error;
 mod farewell;
 mod frame;
+pub mod fuzz;
 mod handshake;
 mod memory;
 pub mod ofi;

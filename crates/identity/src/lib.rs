@@ -16,6 +16,7 @@
 
 mod credentials;
 mod error;
+pub mod fuzz;
 mod handshake;
 mod key;
 mod proof;

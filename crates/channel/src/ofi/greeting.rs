@@ -21,7 +21,7 @@ const LEN: usize = 36;
 /// The content of a connection request, which identifies the attachment and the requested
 /// connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Greeting {
+pub(crate) struct Greeting {
     pub(super) queue: usize,
     pub(super) attempt: u32,
     pub(super) secret: u128,
@@ -30,7 +30,7 @@ pub(super) struct Greeting {
 }
 
 impl Greeting {
-    pub(super) fn encode(self) -> [u8; LEN] {
+    pub(crate) fn encode(self) -> [u8; LEN] {
         let mut bytes = [0; LEN];
         bytes[..4].copy_from_slice(b"OBFI");
         bytes[4..6].copy_from_slice(&VERSION.to_le_bytes());
@@ -44,7 +44,7 @@ impl Greeting {
 
     /// Decodes a greeting. Returns `None` if `data` does not start with a greeting of this version.
     /// Ignores later bytes, because providers may append zeros.
-    pub(super) fn decode(data: &[u8]) -> Option<Greeting> {
+    pub(crate) fn decode(data: &[u8]) -> Option<Greeting> {
         let bytes: &[u8; LEN] = data.first_chunk()?;
         let attempt = u32::from_le_bytes(*bytes[8..].first_chunk()?);
         let secret = u128::from_le_bytes(*bytes[12..].first_chunk()?);

@@ -73,6 +73,7 @@ use fabric::RemoteRegion;
 use serde::{Deserialize, Serialize};
 
 pub use engine::{OfiEngine, OfiOptions};
+pub(crate) use greeting::Greeting;
 pub use host::{OfiGrant, OfiHost, OfiHostOptions};
 
 /// Number of queues: the urgent queue, and four queues for payload. Each has its own connection.
