@@ -111,7 +111,7 @@ pub fn shards(count: u16) -> (FirstShard, Vec<FurtherShard>) {
 }
 
 /// Receives the announcement of an osd, or the reason why it did not start.
-type Ready<'a> = Box<dyn FnOnce(Result<OsdStarted, StartError>) + 'a>;
+type StartReceiver<'a> = Box<dyn FnOnce(Result<OsdStarted, StartError>) + 'a>;
 
 impl FirstShard {
     /// Returns the administrator of the osd.
@@ -143,7 +143,7 @@ impl FirstShard {
         resources: ShardResources,
         stack: Arc<dyn NetworkStack>,
         listen: &'a str,
-        ready: Ready<'a>,
+        ready: StartReceiver<'a>,
         stop: LocalBoxFuture<'a, ()>,
     ) -> LocalBoxFuture<'a, ()> {
         Box::pin(async move {
