@@ -20,6 +20,9 @@ demo: setup-demo ## Run a node, copy files in and out while its roles are killed
 	$(CARGO) build --release --locked --bin outboard --bin outboard-demo
 	@$(CARGO) run -q --release --locked --bin outboard-demo
 
+# Most tests wait for timers and processes, so more tests run at a time than there are cores.
+export RUST_TEST_THREADS ?= $(shell echo $$((2 * $$(nproc))))
+
 # Tests are always built for the whole workspace. For a single package, cargo would enable fewer
 # features of its dependencies, and so build all dependencies again. All tests run, even if some
 # fail. Tests that need loop devices or huge pages run if the machine has them. Tests that need
