@@ -61,8 +61,8 @@ fn used(key: &CapabilityKey, claims: &Claims) {
     }
 }
 
-/// An attacker flips bits of a genuine capability. Each change has 3 bytes: position (2 bytes), bits.
-/// The first bytes of the input choose the grant of the capability.
+/// An attacker flips bits of a genuine capability. Each change has 3 bytes: position (2 bytes),
+/// bits. The first bytes of the input choose the grant of the capability.
 fn altered(key: &CapabilityKey, data: &[u8]) {
     let Some(([pool, within, verbs], changes)) = data.split_first_chunk::<3>() else { return };
     let claims = Claims {

@@ -1,6 +1,6 @@
 //! Fuzzes the decoder of entries that a peer wrote to a ring. The fuzz target decodes each input
-//! twice: unchanged, and with a correct checksum, so that decoding continues after the check. It also
-//! feeds the input to the decoders of the handshakes that precede the ring.
+//! twice: unchanged, and with a correct checksum, so that decoding continues after the check. It
+//! also feeds the input to the decoders of the handshakes that precede the ring.
 #![no_main]
 
 use base::mem::Arena;

@@ -1,6 +1,6 @@
-//! Fuzzes what a peer sends before it has proved its identity: the bytes of the TLS handshake on both
-//! sides, the certificate with its key, and the ticket in a connect request over RDMA. The first byte
-//! of the input chooses.
+//! Fuzzes what a peer sends before it has proved its identity: the bytes of the TLS handshake on
+//! both sides, the certificate with its key, and the ticket in a connect request over RDMA. The
+//! first byte of the input chooses.
 
 #![no_main]
 
@@ -48,8 +48,8 @@ fn foreign(data: &[u8]) {
     assert!(server.peer().is_none() && client.peer().is_none(), "no proof was made");
 }
 
-/// The two sides exchange a handshake, and an attacker flips bits. Each change has 4 bytes: number of
-/// the flight, position in the flight (2 bytes), bits.
+/// The two sides exchange a handshake, and an attacker flips bits. Each change has 4 bytes: number
+/// of the flight, position in the flight (2 bytes), bits.
 fn altered(changes: &[u8]) {
     let (mut client, mut server) = ends();
     let (mut is_altered, mut is_noticeable) = (false, false);

@@ -1,7 +1,7 @@
 //! Fuzzes the decoder of the messenger's frames. The fuzz target decodes each input three times:
 //! unchanged; with a correct magic number, version and checksums, so that decoding continues after
-//! these checks; and as the body of a frame without payload, so that the bodies of the handshake are
-//! decoded even if the input contains no lengths.
+//! these checks; and as the body of a frame without payload, so that the bodies of the handshake
+//! are decoded even if the input contains no lengths.
 #![no_main]
 
 use base::block::{Payload, crc32c, piece_count};

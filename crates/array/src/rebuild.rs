@@ -132,8 +132,8 @@ impl Group {
             }
             let moves = is_full && self.spare(&interval.record).is_some();
             if outcome.is_err() && (moves || self.rebuilds.is_running()) {
-                // The member takes part in transactions that are in progress. Only a new interval may
-                // exclude it from transactions.
+                // The member takes part in transactions that are in progress. Only a new interval
+                // may exclude it from transactions.
                 self.end_interval(&interval);
             }
             outcome

@@ -103,8 +103,8 @@ impl Group {
             let there = interval.links.iter().filter(|link| link.is_some());
             let pages =
                 join_all(there.map(|link| self.list_of(slice::from_ref(link), from.clone(), limit))).await;
-            // A member that cannot list its objects counts as a member without objects. The check of
-            // each object then reports the error.
+            // A member that cannot list its objects counts as a member without objects. The check
+            // of each object then reports the error.
             let listed: Vec<_> = pages.iter().flatten().collect();
             if listed.is_empty() {
                 return self.list_in(&interval, from, limit).await;

@@ -30,7 +30,7 @@ pub fn runtime() -> std::io::Result<Runtime> {
 /// for `class`.
 ///
 /// The task is boxed: otherwise, the compiler would generate tokio's code of a task again for each
-/// caller, a tenth of all code of the osd.
+/// caller, which makes builds slow.
 pub fn spawn<T: Send + 'static>(
     class: ThreadClass,
     task: impl Future<Output = T> + Send + 'static,

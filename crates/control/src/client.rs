@@ -136,8 +136,8 @@ impl ControlClient {
         });
     }
 
-    /// Returns a connection to the control plane with the address `endpoint` (`host:port`), for the calls
-    /// that are no administrative requests: those of the health service and of reflection.
+    /// Returns a connection to the control plane with the address `endpoint` (`host:port`), for the
+    /// calls that are no administrative requests: those of the health service and of reflection.
     ///
     /// # Errors
     /// If the node cannot be reached, or has another identity.

@@ -210,7 +210,8 @@ async fn serve(
         .max_concurrent_streams(CALLS_MAX)
         .concurrency_limit_per_connection(CALLS_MAX as usize)
         .http2_max_header_list_size(HEADERS_MAX)
-        // Also refuses calls that no service has, so that a client with an unknown key learns nothing.
+        // Also refuses calls that no service has, so that a client with an unknown key learns
+        // nothing.
         .layer(InterceptorLayer::new(guard))
         .add_service(node)
         .add_service(pools)

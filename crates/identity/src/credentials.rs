@@ -45,8 +45,8 @@ impl Credentials {
     /// Reads a credential file. It may also be a pipe.
     ///
     /// # Errors
-    /// The errors of [`read_secret`]; [`IdentityError::File`] if the file does not exist or its content is
-    /// invalid.
+    /// The errors of [`read_secret`]; [`IdentityError::File`] if the file does not exist or its
+    /// content is invalid.
     pub fn load(path: &Path) -> Result<Credentials, IdentityError> {
         let fail = |reason: String| IdentityError::File { path: path.to_owned(), reason };
         let missing = || fail("the file does not exist; name another file with --credentials".into());

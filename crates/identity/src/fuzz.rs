@@ -6,9 +6,9 @@ use rustls::pki_types::CertificateDer;
 
 use crate::{Identity, KeyHash};
 
-/// Decodes the certificate of a peer. A peer can present any bytes before it has proved anything. The
-/// bytes are also decoded as changes of a genuine certificate. Each change has 3 bytes: position (2
-/// bytes), bits to flip.
+/// Decodes the certificate of a peer. A peer can present any bytes before it has proved anything.
+/// The bytes are also decoded as changes of a genuine certificate. Each change has 3 bytes:
+/// position (2 bytes), bits to flip.
 pub fn certificate(bytes: &[u8]) {
     static OWN: LazyLock<Identity> = LazyLock::new(Identity::of_process);
     // Fuzzing checks for panics only; ignore the results.

@@ -6,8 +6,8 @@
 //! identity a process proves, and whose proof it accepts. [`Handshake`] performs TLS 1.3 over any
 //! way of exchanging bytes, and gives both sides a common [`ProofKey`]. With this key, each side
 //! proves later that it took part in the handshake. [`Credentials`] is the file from which a client
-//! reads its identity. [`read_secret`] reads a file with a private key, and refuses a file to which other
-//! users have access.
+//! reads its identity. [`read_secret`] reads a file with a private key, and refuses a file to which
+//! other users have access.
 //!
 //! This crate does no network I/O. The messenger, the host–DPU channel and the control plane use it.
 

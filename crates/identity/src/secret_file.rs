@@ -16,9 +16,9 @@ const ROOT: u32 = 0;
 
 /// Reads a file with a secret. Returns `None` if the file does not exist.
 ///
-/// A regular file must belong to the reader, and other users must have no access to it. Root may read
-/// the files of all users. Other kinds of files are not checked: the writer of a pipe, for example of a
-/// shell's process substitution (`/dev/fd/63`), decides who gets the secret.
+/// A regular file must belong to the reader, and other users must have no access to it. Root may
+/// read the files of all users. Other kinds of files are not checked: the writer of a pipe, for
+/// example of a shell's process substitution (`/dev/fd/63`), decides who gets the secret.
 ///
 /// # Errors
 /// [`IdentityError::Exposed`] or [`IdentityError::OtherOwner`] if the file is not secret;

@@ -24,8 +24,8 @@ pub fn replace_file(path: &Path, content: impl AsRef<[u8]>) -> Result<(), DirErr
 /// # Errors
 /// If the operating system reports an error.
 pub fn create_secret(path: &Path, content: impl AsRef<[u8]>) -> Result<(), DirError> {
-    // An interrupted call may have left the temporary file of another file with more permissions, for
-    // example `keys/store.new` of `keys/store`. Opening this file would keep its mode.
+    // An interrupted call may have left the temporary file of another file with more permissions,
+    // for example `keys/store.new` of `keys/store`. Opening this file would keep its mode.
     let left = temporary(path);
     match std::fs::remove_file(&left) {
         Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(io_error("remove", &left)(e)),

@@ -330,7 +330,8 @@ impl UserDirectory for Users {
     }
 }
 
-/// Reads a file with a private key; `None` if it does not exist. Other users must have no access to it.
+/// Reads a file with a private key; `None` if it does not exist. Other users must have no access to
+/// it.
 fn secret(path: &Path) -> Result<Option<String>, NodeKeysError> {
     read_secret(path).map_err(NodeKeysError::Secret)
 }

@@ -40,7 +40,8 @@ impl Osd {
             AccountRequest::RemoveTenant { name } => {
                 let change = |map: &mut NodeMap| {
                     let id = map.accounts.tenant(&name)?;
-                    // Pools that are being removed go on without the tenant: its number is not used again.
+                    // Pools that are being removed go on without the tenant: its number is not used
+                    // again.
                     let keeps = |pool: &&PoolRecord| pool.tenant == id && !pool.removing;
                     if let Some(pool) = map.pools.iter().find(keeps) {
                         let why = format!("tenant {name} has the pool {}; remove its pools first", pool.name);

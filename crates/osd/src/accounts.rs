@@ -11,8 +11,8 @@ pub(crate) const MAIN: u32 = identity::MAIN_TENANT;
 /// Name of the tenant [`MAIN`].
 pub(crate) const MAIN_NAME: &str = "main";
 
-/// Increase of the users' revisions after the newest map was lost. It exceeds the number of changes that
-/// the lost map may have.
+/// Increase of the users' revisions after the newest map was lost. It exceeds the number of changes
+/// that the lost map may have.
 const LOST_REVISIONS: u64 = 1 << 32;
 /// Increase of the number of the next tenant or user after the newest map was lost.
 const LOST_NUMBERS: u32 = 1 << 16;
@@ -244,9 +244,9 @@ impl Accounts {
         Ok(())
     }
 
-    /// Makes all capabilities invalid, and keeps numbers of users from being used again. A node does so
-    /// when it has lost its newest map: the lost map may have given a revision to other rights, and a number
-    /// to another user.
+    /// Makes all capabilities invalid, and keeps numbers of users from being used again. A node
+    /// does so when it has lost its newest map: the lost map may have given a revision to other
+    /// rights, and a number to another user.
     pub(crate) fn outdate(&mut self) {
         self.users.iter_mut().for_each(|user| user.revision += LOST_REVISIONS);
         self.next = self.next.saturating_add(LOST_NUMBERS);

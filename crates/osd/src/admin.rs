@@ -62,7 +62,8 @@ impl OsdAdministrator {
     /// request may have taken effect. The request continues if the returned future is dropped.
     ///
     /// # Errors
-    /// The reason of a refusal. [`Error::Busy`] if the caller's key has 32 requests in progress. [`Error::Unavailable`] if the osd ends meanwhile: the request may have taken effect.
+    /// The reason of a refusal. [`Error::Busy`] if the caller's key has 32 requests in progress.
+    /// [`Error::Unavailable`] if the osd ends meanwhile: the request may have taken effect.
     pub fn administer(
         &self,
         caller: Caller,

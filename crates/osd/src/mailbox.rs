@@ -140,7 +140,8 @@ impl Shard {
     }
 
     /// Runs a task on a shard and returns its result. The task continues even if the caller is
-    /// cancelled, unless it runs on the own shard. The boxed futures keep the code of each caller small.
+    /// cancelled, unless it runs on the own shard. The boxed futures keep the code of each caller
+    /// small.
     ///
     /// # Errors
     /// If the shard has ended.
@@ -173,6 +174,7 @@ impl Shard {
     }
 }
 
+/// Runs a task on the own shard.
 async fn here<T>(running: LocalBoxFuture<'static, T>) -> Result<T, ShardGone> {
     Ok(running.await)
 }
@@ -185,6 +187,7 @@ async fn answer<T>(shard: Rc<Shard>, running: LocalBoxFuture<'static, T>, done: 
     let _ = done.send(result);
 }
 
+/// Waits for the result of a task on another shard.
 async fn answered<T>(sent: Result<(), ShardGone>, result: oneshot::Receiver<T>) -> Result<T, ShardGone> {
     sent?;
     result.await.map_err(|_| ShardGone)

@@ -660,8 +660,8 @@ impl SimNode {
             .collect()
     }
 
-    /// Returns the number of starts at which the operator has accepted the loss of targets. The node then
-    /// may have an older map, with older rights.
+    /// Returns the number of starts at which the operator has accepted the loss of targets. The
+    /// node then may have an older map, with older rights.
     #[must_use]
     pub fn lossy_starts(&self) -> u32 {
         self.lossy_starts.get()

@@ -214,15 +214,16 @@ async fn is_answered(ends: &mut Ends, number: usize) -> bool {
     }
 }
 
-/// Attempts to make a change. One attempt may fail: the random number of a connection is encoded in 18 or
-/// 19 bytes, so the last byte of a frame with it does not always exist. On a busy machine, a handshake
-/// may also end before the change, because its time is over.
+/// Attempts to make a change. One attempt may fail: the random number of a connection is encoded in
+/// 18 or 19 bytes, so the last byte of a frame with it does not always exist. On a busy machine, a
+/// handshake may also end before the change, because its time is over.
 const ATTEMPTS: usize = 20;
 
 /// Position of a byte in the frames of one sender: number of the frame, and offset in the frame.
 type Position = (usize, usize);
 
-/// Length of the header of a TLS record, in bytes: content type, version (2 bytes), length (2 bytes).
+/// Length of the header of a TLS record, in bytes: content type, version (2 bytes), length (2
+/// bytes).
 const RECORD_HEADER: usize = 5;
 /// Content type of an encrypted TLS record (RFC 8446, section 5.2).
 const ENCRYPTED: u8 = 23;
@@ -234,7 +235,8 @@ const SAMPLE_STEP: usize = 64;
 /// A TLS record in the frames of one sender.
 struct Record {
     content_type: u8,
-    /// Positions of the record's bytes, including its header. A record may extend over several frames.
+    /// Positions of the record's bytes, including its header. A record may extend over several
+    /// frames.
     bytes: Vec<Position>,
 }
 
@@ -262,8 +264,8 @@ fn records(frames: &[Vec<u8>]) -> Vec<Record> {
 /// - The second byte of the version of each record. RFC 8446, section 5.1: `legacy_record_version`
 ///   "MUST be ignored for all purposes". rustls checks the first byte only.
 /// - The content type of an encrypted record. RFC 8446, section 5.2: it is always 23, and the type
-///   that counts is encrypted. It is part of the additional data of the encryption, as is the version.
-///   rustls computes the additional data from the values that these fields must have
+///   that counts is encrypted. It is part of the additional data of the encryption, as is the
+///   version. rustls computes the additional data from the values that these fields must have
 ///   (`make_tls13_aad`), so a change of these two fields has no effect.
 fn unprotected(records: &[Record]) -> Vec<Position> {
     let of_record = |record: &Record| {
@@ -273,8 +275,8 @@ fn unprotected(records: &[Record]) -> Vec<Position> {
     records.iter().flat_map(of_record).collect()
 }
 
-/// The bytes of the records that a sample contains: each header, both ends of each record, and one in
-/// [`SAMPLE_STEP`] of the bytes between them, from the byte `start` on.
+/// The bytes of the records that a sample contains: each header, both ends of each record, and one
+/// in [`SAMPLE_STEP`] of the bytes between them, from the byte `start` on.
 fn sample(records: &[Record], start: usize) -> Vec<Position> {
     let of_record = |record: &Record| {
         let (first, last) = (RECORD_HEADER + RECORD_ENDS, record.bytes.len().saturating_sub(RECORD_ENDS));
@@ -285,8 +287,8 @@ fn sample(records: &[Record], start: usize) -> Vec<Position> {
     records.iter().flat_map(of_record).collect()
 }
 
-/// The positions of all fields of the frames' headers except the checksum, and of all bytes after the
-/// headers.
+/// The positions of all fields of the frames' headers except the checksum, and of all bytes after
+/// the headers.
 fn positions(frames: &[Vec<u8>]) -> impl Iterator<Item = Position> {
     let of_frame = |(number, frame): (usize, &Vec<u8>)| {
         let at: Vec<usize> = (0..36).chain(HEADER_LEN..frame.len()).collect();

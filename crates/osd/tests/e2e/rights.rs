@@ -161,8 +161,8 @@ impl World {
         self.create("main/operator", true, &[]).await;
     }
 
-    /// Returns the user who makes the requests of a column of the tables in SECURITY.md. Unknown callers
-    /// have no user.
+    /// Returns the user who makes the requests of a column of the tables in SECURITY.md. Unknown
+    /// callers have no user.
     fn user_of(column: &str) -> &'static str {
         match column {
             "no credential" | "another node's" => "",
@@ -381,8 +381,9 @@ async fn a_removed_administrator_changes_nothing_while_the_removal_is_saved() {
     }
 }
 
-/// Each planted error in permissions changes an answer of the tables, for example the one that is named
-/// here. The bugs are active in the whole process, so this test runs alone: `make rights-mutants`.
+/// Each planted error in permissions changes an answer of the tables, for example the one that is
+/// named here. The bugs are active in the whole process, so this test runs alone:
+/// `make rights-mutants`.
 #[cfg(mutants)]
 #[tokio::test]
 #[ignore = "needs the process for itself"]

@@ -27,8 +27,8 @@ pub fn root(args: &NodeArgs) -> PathBuf {
 pub fn connecting(args: &NodeArgs, options: Options) -> Result<Options> {
     let file = credentials_file(args)?;
     let trust = Credentials::load(&file).doing("reading the credentials")?.trust();
-    // The next command with these credentials need not get a capability again. Credentials that come
-    // through a pipe (`/dev/stdin`, `/dev/fd/63`) have no place for it.
+    // The next command with these credentials need not get a capability again. Credentials that
+    // come through a pipe (`/dev/stdin`, `/dev/fd/63`) have no place for it.
     let is_kept = file.is_file() && !file.starts_with("/dev") && !file.starts_with("/proc");
     let capability_file = is_kept.then(|| file.with_extension("capability"));
     let given = args.capability.as_ref().map(std::fs::read).transpose();

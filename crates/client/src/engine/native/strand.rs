@@ -114,7 +114,8 @@ impl Strand {
         self.connection.send(message).await?;
         self.hold.is_over.store(true, Ordering::Relaxed);
         if let Some(answered) = answered {
-            // A lost connection also ends the wait; the node then removes the session when it expires.
+            // A lost connection also ends the wait; the node then removes the session when it
+            // expires.
             drop(answered.await);
         }
         Ok(())

@@ -299,8 +299,8 @@ async fn every_call_of_the_control_plane_gets_the_answer_of_the_table() {
     assert_eq!(wrong_calls().await, Vec::<String>::new());
 }
 
-/// Asks reflection for the methods of all services. The names of methods of Outboard's own services are
-/// unique; before the names of other methods are the names of their services.
+/// Asks reflection for the methods of all services. The names of methods of Outboard's own services
+/// are unique; before the names of other methods are the names of their services.
 #[tokio::test]
 async fn every_call_that_the_node_lists_has_a_row_and_every_row_a_call() {
     let world = World::start().await;

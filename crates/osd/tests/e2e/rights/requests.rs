@@ -18,8 +18,8 @@ use wire::{
 use super::table::{Answers, CALLERS, Table, unexpected};
 use super::{Line, World, name, opening, query, read, write};
 
-/// Lifetime of the capabilities of the caller "expired", in seconds. The caller opens its sessions in
-/// this time.
+/// Lifetime of the capabilities of the caller "expired", in seconds. The caller opens its sessions
+/// in this time.
 const SHORT_LIFE_S: u32 = 3;
 
 /// Fabric address of a third party.
@@ -42,8 +42,8 @@ struct Case {
     naming: Naming,
 }
 
-/// A connection with an open session and its capability; or, if the node has refused the connection,
-/// the answer for all cells of the caller.
+/// A connection with an open session and its capability; or, if the node has refused the
+/// connection, the answer for all cells of the caller.
 type Access = Result<(Line, Bytes), String>;
 
 impl World {
@@ -63,8 +63,8 @@ impl World {
         Ok((line, capability))
     }
 
-    /// Opens a session for each caller. Then takes the rights from the caller "revoked", and waits until
-    /// the capability of the caller "expired" is invalid.
+    /// Opens a session for each caller. Then takes the rights from the caller "revoked", and waits
+    /// until the capability of the caller "expired" is invalid.
     async fn sessions(&self) -> BTreeMap<(&'static str, bool), Access> {
         let mut sessions = BTreeMap::new();
         for column in CALLERS {
@@ -92,8 +92,9 @@ impl World {
     }
 }
 
-/// Returns a capability with the claims of another one that also names the memory of the third party. No
-/// call issues capabilities with this claim yet, so the test signs it with the key of the node.
+/// Returns a capability with the claims of another one that also names the memory of the third
+/// party. No call issues capabilities with this claim yet, so the test signs it with the key of the
+/// node.
 fn naming_third_party(issued: &[u8]) -> Bytes {
     let claims = Claims::unverified(issued).unwrap();
     let claims = Claims { memory: vec![THIRD_PARTY.to_vec()], ..claims };
@@ -242,7 +243,8 @@ impl Case {
             RequestBody::Leave => return false,
             RequestBody::Object(object) => object,
         };
-        // After the right was checked, the network stack refuses, because it reaches no third party.
+        // After the right was checked, the network stack refuses, because it reaches no third
+        // party.
         let is_out_of_reach =
             |why: &str| why.contains("memory of a third party, which this stack cannot reach");
         match (answer, object) {
@@ -293,8 +295,8 @@ impl Case {
 }
 
 impl Line {
-    /// Leaves a strand that has no session, which needs no right and has no answer. Waits for the answer
-    /// to another request on the connection.
+    /// Leaves a strand that has no session, which needs no right and has no answer. Waits for the
+    /// answer to another request on the connection.
     async fn leave(&mut self) -> &'static str {
         self.send(1, 0, &RequestBody::Leave).await;
         drop(self.ask(query("a/x")).await);

@@ -82,8 +82,8 @@ impl Answers {
     }
 }
 
-/// Returns the answer of a cell for an answer of the node that shows neither that the right sufficed, nor
-/// that it is missing. It differs from each cell of the tables.
+/// Returns the answer of a cell for an answer of the node that shows neither that the right
+/// sufficed, nor that it is missing. It differs from each cell of the tables.
 pub(super) fn unexpected(answer: &impl std::fmt::Debug) -> String {
     format!("unexpected {answer:?}")
 }
