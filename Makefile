@@ -41,9 +41,9 @@ test: setup ## Run every test
 build-tests: setup ## Build all tests without running them
 	$(CARGO) test --locked --workspace --no-run
 
-test-rdma: setup ## Run tests over RDMA verbs in an emulated machine (tests/rdma), DEVICE=rxe0 (soft-RoCE), siw0 (soft-iWARP) or all
+test-rdma: setup ## Run tests over RDMA verbs in an emulated machine (tests/rdma), DEVICE=rxe0 (soft-RoCE), siw0 (soft-iWARP) or all; HALF=0 or 1
 	@scripts/setup test
-	@DEVICE=$(DEVICE) tests/rdma/run
+	@DEVICE=$(DEVICE) HALF=$(HALF) tests/rdma/run
 
 sim: setup ## Simulate a whole node from 10,000 seeds; SEEDS=COUNT, SEED=FIRST, JOBS=COUNT
 	$(CARGO) build --profile sim --locked -p outboard-sim

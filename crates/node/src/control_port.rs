@@ -4,12 +4,11 @@
 use std::io;
 use std::path::Path;
 
-use base::entropy;
 use control::ControlListener;
 use wire::limits::MAX_SHARDS;
 
 use super::durable::{create_directory, replace_file};
-use super::port::{FURTHER_PORTS, port_of};
+use super::port::{further_ports, port_of};
 
 /// Path of the file with the last port, relative to the node's directory. Roles run in this directory.
 pub const LAST_PORT: &str = "run/control.port";
@@ -37,7 +36,7 @@ pub fn bind(listen: &str, file: &Path) -> io::Result<ControlListener> {
             bound => return bound,
         }
     }
-    let listener = fresh_ports()
+    let listener = further_ports()
         .filter(|port| !is_for_shards(*port))
         .map(bind)
         .find(|bound| !matches!(bound, Err(e) if e.kind() == io::ErrorKind::AddrInUse))
@@ -46,15 +45,6 @@ pub fn bind(listen: &str, file: &Path) -> io::Result<ControlListener> {
         tracing::warn!(%error, "the port of the control plane will be another one at the next start");
     }
     Ok(listener)
-}
-
-/// Returns the ports that a node tries, beginning with a random one: other nodes rarely choose the same
-/// port, also while this node is down.
-fn fresh_ports() -> impl Iterator<Item = u16> {
-    let (first, last) = FURTHER_PORTS.into_inner();
-    let count = u128::from(last - first) + 1;
-    let start = first + (entropy::uuid().as_u128() % count) as u16;
-    (start..=last).chain(first..start)
 }
 
 /// Reads the port of the last start.
@@ -74,6 +64,7 @@ mod tests {
     use std::net::TcpListener;
 
     use super::*;
+    use crate::port::FURTHER_PORTS;
 
     /// Binds for an osd that listens at `listen`, and frees the port again.
     fn port(listen: &str, file: &Path) -> u16 {

@@ -7,6 +7,8 @@ use std::ops::RangeInclusive;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr as UnixAddr, UnixDatagram};
 
+use base::entropy;
+
 /// The first port that a new node tries.
 const DEFAULT_PORT: u16 = 7400;
 /// The last port that a new node tries after `DEFAULT_PORT`. The ports from `DEFAULT_PORT` to
@@ -22,18 +24,41 @@ pub(super) fn port_of(listen: &str) -> Option<u16> {
     listen.rsplit_once(':')?.1.parse().ok()
 }
 
-/// Replaces port 0 in the address `listen` by a port that is free, as are the ports of `shards - 1`
-/// further shards after it. An osd that restarts can then listen to the same ports. Returns other
-/// addresses, and addresses that cannot be used, as they are.
-pub fn settle(listen: &str, shards: u16) -> String {
-    let Some((host, "0")) = listen.rsplit_once(':') else { return listen.to_owned() };
-    let is_free = |port: u16| TcpListener::bind(format!("{host}:{port}")).is_ok();
-    let settled = (0..TRIES).find_map(|_| {
-        let first = TcpListener::bind(listen).ok()?;
-        let port = first.local_addr().ok()?.port();
-        ports(port, shards).filter(|ports| ports.clone().skip(1).all(is_free)).map(|_| port)
-    });
-    settled.map_or_else(|| listen.to_owned(), |port| format!("{host}:{port}"))
+/// Replaces port 0 in the address `listen` by a port of [`FURTHER_PORTS`] that is free and that no
+/// other node has claimed, as are the ports of `shards - 1` further shards after it. An osd that
+/// restarts can then listen to the same ports. Also returns a claim on the ports. Returns other
+/// addresses, and addresses that cannot be used, as they are, without a claim.
+///
+/// The system would choose a port of its range for outgoing traffic. A connection of another program
+/// could then take the port between this call and the moment at which the osd listens.
+pub fn settle(listen: &str, shards: u16) -> (String, Option<PortClaim>) {
+    let unchanged = || (listen.to_owned(), None);
+    let Some((host, "0")) = listen.rsplit_once(':') else { return unchanged() };
+    if TcpListener::bind(listen).is_err() {
+        return unchanged();
+    }
+    let claimed = |first| claim_row(host, first, shards).map(|claim| (format!("{host}:{first}"), Some(claim)));
+    let settled = further_ports().take(TRIES).find_map(claimed);
+    settled.unwrap_or_else(unchanged)
+}
+
+/// Returns the ports of [`FURTHER_PORTS`], beginning with a random one: other nodes rarely choose the
+/// same port, also while this node is down.
+pub(super) fn further_ports() -> impl Iterator<Item = u16> {
+    let (first, last) = FURTHER_PORTS.into_inner();
+    let start = first + entropy::random::<u16>() % (last - first + 1);
+    (start..=last).chain(first..start)
+}
+
+/// Claims the ports of `shards` shards, of which the first is `first`. Returns `None` if a port is not
+/// in [`FURTHER_PORTS`], not free at `host`, or claimed by another node.
+fn claim_row(host: &str, first: u16, shards: u16) -> Option<PortClaim> {
+    let row = ports(first, shards).filter(|row| FURTHER_PORTS.contains(row.end()))?;
+    let claim = |port: u16| {
+        let socket = PortClaim::take(port).ok().flatten()?;
+        TcpListener::bind(format!("{host}:{port}")).is_ok().then_some(socket)
+    };
+    Some(PortClaim { sockets: row.map(claim).collect::<Option<_>>()? })
 }
 
 /// Returns how many of `shards` shards, of which the first listens at the address `listen`, have a port
@@ -60,8 +85,8 @@ fn ports(first: u16, shards: u16) -> Option<RangeInclusive<u16>> {
     Some(first..=first.checked_add(shards.max(1) - 1)?)
 }
 
-/// Number of attempts to find free ports in a row.
-const TRIES: usize = 64;
+/// Number of ports from which a row of free ports may begin.
+const TRIES: usize = 4096;
 
 /// A reservation that keeps other starting nodes from choosing the ports of a node's shards, until it
 /// is dropped.
@@ -181,8 +206,10 @@ mod tests {
 
     #[test]
     fn a_node_claims_its_ports_up_to_a_neighbours_port() {
-        // These ports lie outside of the ranges from which the other tests choose.
-        let first: SocketAddr = settle("127.0.0.1:0", 3).parse().unwrap();
+        // Other tests claim the first hundreds of these ports.
+        let settled = (0..100).map(|_| settle("127.0.0.1:0", 3).0);
+        let first = settled.map(|address| address.parse::<SocketAddr>().unwrap());
+        let first = first.into_iter().find(|first| first.port() > 22_000).unwrap();
         let port = |shard| SocketAddr::new(first.ip(), first.port() + shard).to_string();
         let neighbour = PortClaim::of(&port(2), 1).unwrap();
         assert_eq!(PortClaim::of(&port(0), 3).unwrap().sockets.len(), 2);
@@ -197,12 +224,15 @@ mod tests {
 
     #[test]
     fn port_0_becomes_a_port_that_is_followed_by_free_ports() {
-        let settled = settle("127.0.0.1:0", 4);
-        let port = port_of(&settled).unwrap();
-        assert!(port > 0);
+        let (settled, claim) = settle("127.0.0.1:0", 4);
+        assert!(FURTHER_PORTS.contains(&port_of(&settled).unwrap()), "{settled}");
         assert_eq!(free_for_shards(&settled, 4), 4);
-        assert_eq!(settle("127.0.0.1:7", 4), "127.0.0.1:7");
-        assert_eq!(settle("nonsense:0", 4), "nonsense:0");
+        assert!(PortClaim::of(&settled, 4).is_none(), "the ports are claimed");
+        assert_eq!(claim.unwrap().sockets.len(), 4);
+        for unchanged in ["127.0.0.1:7", "nonsense:0", "192.0.2.1:0"] {
+            let (settled, claim) = settle(unchanged, 4);
+            assert!(settled == unchanged && claim.is_none(), "{settled}");
+        }
     }
 
     #[test]

@@ -100,7 +100,8 @@ async fn serve(
         Failure::new(format!("serving the control plane at {at}"), why)
     })?;
     let shards = shard_count(&config, cpus, &listen)?;
-    let listen = port::settle(&listen, shards);
+    // The claim keeps nodes that start at the same time from choosing the same ports.
+    let (listen, _claim) = port::settle(&listen, shards);
     let stores = match stores {
         StoresAt::Behind(address) => {
             cpus.apply(ChannelSide::Dpu).doing("restricting the process to the CPUs of osd.cpus")?;
