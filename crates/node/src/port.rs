@@ -37,7 +37,8 @@ pub fn settle(listen: &str, shards: u16) -> (String, Option<PortClaim>) {
     if TcpListener::bind(listen).is_err() {
         return unchanged();
     }
-    let claimed = |first| claim_row(host, first, shards).map(|claim| (format!("{host}:{first}"), Some(claim)));
+    let claimed =
+        |first| claim_row(host, first, shards).map(|claim| (format!("{host}:{first}"), Some(claim)));
     let settled = further_ports().take(TRIES).find_map(claimed);
     settled.unwrap_or_else(unchanged)
 }
