@@ -15,6 +15,7 @@ use serde::Deserialize;
 use wire::{ChannelTuning, CodingMode, CodingOffload, Placement};
 
 use super::cpus::{Cpus, ThreadCount};
+use super::logging::parse_filter;
 use super::machine_memory::machine_memory;
 use super::units::{self, ByteSize, MemoryAmount, OutOfRange, Period};
 
@@ -567,11 +568,9 @@ fn ms_within(period: &Period, least: u128, most: u128) -> bool {
     (least..=most).contains(&period.0.as_millis())
 }
 
+#[expect(clippy::ptr_arg, reason = "the derived code passes the field's type")]
 fn is_filter(level: &String) -> Result<(), String> {
-    match tracing_subscriber::EnvFilter::try_new(level) {
-        Ok(_) => Ok(()),
-        Err(e) => Err(format!("not a valid filter ({e}); use error, warn, info, debug or trace")),
-    }
+    parse_filter(level).map(drop)
 }
 
 #[expect(clippy::ptr_arg, reason = "the derived code passes the field's type")]

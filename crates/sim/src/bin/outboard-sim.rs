@@ -17,7 +17,9 @@ use sim::coverage::Coverage;
 use sim::output::line;
 use sim::plan::{FaultKind, PlanOptions, SimulationPlan};
 use sim::simulation::{Report, run};
-use tracing_subscriber::EnvFilter;
+use tracing_subscriber::filter::{LevelFilter, Targets};
+use tracing_subscriber::layer::SubscriberExt;
+use tracing_subscriber::util::SubscriberInitExt;
 
 /// The commit that the program was built from, or `unknown`.
 const COMMIT: &str = env!("OUTBOARD_COMMIT");
@@ -141,11 +143,12 @@ struct SeedBatch {
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
     if let Some(filter) = &arguments.log {
-        let filter = match EnvFilter::try_new(filter) {
+        let filter: Targets = match filter.parse() {
             Ok(filter) => filter,
             Err(e) => return refuse(&format!("--log {filter:?} is not a filter of the log: {e}")),
         };
-        tracing_subscriber::fmt().with_env_filter(filter).with_timer(SimulatedTime).with_ansi(false).init();
+        let log = tracing_subscriber::fmt().with_max_level(LevelFilter::TRACE);
+        log.with_timer(SimulatedTime).with_ansi(false).finish().with(filter).init();
     }
     if (arguments.mutant.is_some() || arguments.mutants) && !cfg!(mutants) {
         return refuse("this build contains no planted bugs; build with RUSTFLAGS=\"--cfg mutants\"");
