@@ -36,11 +36,15 @@ use crate::proto::{self};
 use crate::services::Services;
 
 /// Maximum number of connections, handshakes included. At this limit, a new connection replaces the
-/// longest-silent connection of an address that holds more than its fair share.
+/// longest-silent connection of a party that holds more than its fair share: of a tenant at an address,
+/// or of an address whose clients have not proved their keys.
 const CONNECTIONS_MAX: usize = 128;
 
 /// Minimum silence after which a connection loses its slot to another connection of its own address.
 const PATIENCE: Duration = Duration::from_secs(10);
+
+/// Pause between two checks whether the clients' keys are still known.
+const SWEEP_PAUSE: Duration = Duration::from_secs(1);
 
 /// Time limit of a TLS handshake, and lifetime of a connection whose client has an unknown key.
 const HANDSHAKE_TIME: Duration = Duration::from_secs(5);
@@ -184,6 +188,7 @@ async fn serve(
         places: Arc::default(),
         accepted,
     });
+    let sweeping = sweep(trust.clone(), Arc::clone(&reception.places));
     let accepting = accept_all(listener, reception);
     let services = Services(administrator);
     let guard = move |request: Request<()>| check_caller(&trust, request);
@@ -225,6 +230,7 @@ async fn serve(
         .serve_with_incoming(incoming);
     tokio::select! {
         never = accepting => match never {},
+        never = sweeping => match never {},
         result = serving => Ok(result?),
     }
 }
@@ -264,8 +270,12 @@ async fn accept_all(listener: TcpListener, reception: Arc<ControlReception>) -> 
     loop {
         match listener.accept().await {
             Ok((stream, peer)) => {
-                if let Some(place) = reception.places.take(peer.ip().into()) {
-                    base::task::spawn(ThreadClass::Admin, Arc::clone(&reception).receive(stream, place));
+                let peer = peer.ip().into();
+                if let Some(place) = reception.places.take(peer) {
+                    base::task::spawn(
+                        ThreadClass::Admin,
+                        Arc::clone(&reception).receive(stream, peer, place),
+                    );
                 }
             }
             Err(error) => {
@@ -278,7 +288,7 @@ async fn accept_all(listener: TcpListener, reception: Arc<ControlReception>) -> 
 
 impl ControlReception {
     /// Performs the handshake with a client.
-    async fn receive(self: Arc<Self>, stream: TcpStream, place: ConnectionPlace) {
+    async fn receive(self: Arc<Self>, stream: TcpStream, peer: PeerAddress, place: ConnectionPlace) {
         // Without this option, small messages wait for acknowledgements.
         let _ = stream.set_nodelay(true);
         let shaking = async {
@@ -298,26 +308,47 @@ impl ControlReception {
         if connection.alpn_protocol() != Some(b"h2") {
             return;
         }
-        if self.trust.user_of(&key).is_none() {
-            // The client learns the reason from its first call.
-            let slot = Arc::clone(&place.slot);
-            base::task::spawn(ThreadClass::Admin, async move {
-                tokio::time::sleep(HANDSHAKE_TIME).await;
-                slot.close();
-            });
+        match self.trust.user_of(&key) {
+            Some(user) if !place.belongs_to(key, (Some(user.tenant_id), peer)) => return,
+            Some(_) => {}
+            None => {
+                // The client learns the reason from its first call.
+                let slot = Arc::clone(&place.slot);
+                base::task::spawn(ThreadClass::Admin, async move {
+                    tokio::time::sleep(HANDSHAKE_TIME).await;
+                    slot.close();
+                });
+            }
         }
         // If the server has ended, the connection is dropped.
         let _ = self.accepted.send(ControlStream { stream, place, caller: ConnectedClient { key } }).await;
     }
 }
 
+/// Closes the connections of removed users.
+async fn sweep(trust: Trust, places: Arc<Places>) -> std::convert::Infallible {
+    loop {
+        tokio::time::sleep(SWEEP_PAUSE).await;
+        places.close_unless(|key| trust.user_of(key).is_some());
+    }
+}
+
+/// Number of a tenant, or `None` before the client has proved its key, and the client's address.
+type Party = (Option<u32>, PeerAddress);
+
 /// The slots of the connections.
 struct Places(Mutex<PlaceTable>);
 
 struct PlaceTable {
     last: u64,
-    budget: Budget<u64>,
-    slots: HashMap<u64, Arc<ClosingSignal>>,
+    budget: Budget<u64, Party>,
+    slots: HashMap<u64, Slot>,
+}
+
+struct Slot {
+    signal: Arc<ClosingSignal>,
+    /// The key of the connection's client, which belonged to a user of the node.
+    key: Option<KeyHash>,
 }
 
 /// The slot of a connection. Dropping it frees the slot.
@@ -348,20 +379,46 @@ impl Places {
     }
 
     /// Gives a slot to a connection from `peer`, perhaps that of another connection. `None` if the
-    /// address already holds its fair share.
+    /// clients at this address that have not proved their keys already hold their fair share.
     fn take(self: &Arc<Self>, peer: PeerAddress) -> Option<ConnectionPlace> {
+        let slot = Arc::<ClosingSignal>::default();
         let mut table = self.lock();
         table.last += 1;
         let id = table.last;
-        let victim = table.budget.admit(id, peer, Instant::now()).ok()?;
-        let victim = victim.and_then(|victim| table.slots.remove(&victim));
-        let slot = Arc::<ClosingSignal>::default();
-        table.slots.insert(id, Arc::clone(&slot));
+        table.admit(id, (None, peer), Slot { signal: Arc::clone(&slot), key: None })?;
         drop(table);
-        if let Some(victim) = victim {
-            victim.close();
-        }
         Some(ConnectionPlace { id, slot, places: Arc::clone(self) })
+    }
+
+    /// Closes the connections of users whose keys are not known any more.
+    fn close_unless(&self, is_known: impl Fn(&KeyHash) -> bool) {
+        let table = self.lock();
+        let unknown = table.slots.values().filter(|slot| slot.key.is_some_and(|key| !is_known(&key)));
+        unknown.for_each(|slot| slot.signal.close());
+    }
+}
+
+impl PlaceTable {
+    /// Gives a slot to the connection `id` of `party`, perhaps that of another connection, which is
+    /// closed. `None` if the party already holds its fair share.
+    fn admit(&mut self, id: u64, party: Party, slot: Slot) -> Option<()> {
+        let victim = self.budget.admit(id, party, Instant::now()).ok()?;
+        if let Some(victim) = victim.and_then(|victim| self.slots.remove(&victim)) {
+            victim.signal.close();
+        }
+        self.slots.insert(id, slot);
+        Some(())
+    }
+}
+
+impl ConnectionPlace {
+    /// Counts the slot for the tenant of the client, who has proved `key`. Returns false if the
+    /// connection must end, because it has lost its slot or the tenant already holds its fair share.
+    fn belongs_to(&self, key: KeyHash, party: Party) -> bool {
+        let mut table = self.places.lock();
+        let Some(slot) = table.slots.remove(&self.id) else { return false };
+        table.budget.remove(self.id);
+        table.admit(self.id, party, Slot { key: Some(key), ..slot }).is_some()
     }
 }
 

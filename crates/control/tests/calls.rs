@@ -37,15 +37,15 @@ impl Administrator for Recorder {
     }
 }
 
-/// The node's users, who may be removed.
+/// The keys of the node's users, who may be removed. Each belongs to a tenant of its own.
 struct Users(Mutex<Vec<KeyHash>>);
 
 impl UserDirectory for Users {
     fn find(&self, key: &KeyHash) -> Option<UserName> {
-        let known = self.0.lock().unwrap().contains(key);
-        known.then(|| UserName {
+        let known = self.0.lock().unwrap().iter().position(|user| user == key);
+        known.map(|tenant| UserName {
             id: identity::NODE_ADMIN,
-            tenant_id: 0,
+            tenant_id: tenant as u32,
             tenant: "main".into(),
             user: "admin".into(),
         })
@@ -250,6 +250,34 @@ async fn silent_connections_of_one_address_do_not_keep_clients_of_another_out() 
     shaken.expect("a handshake in time").unwrap();
     assert!(began.elapsed() < Duration::from_secs(3));
     drop(silent);
+}
+
+#[tokio::test]
+async fn connections_of_a_tenant_keep_no_other_tenant_out_and_end_when_the_user_is_removed() {
+    use tokio::io::AsyncReadExt;
+    let world = World::new();
+    let crowd = Identity::generate();
+    world.users.0.lock().unwrap().push(crowd.key());
+    let config = Trust::client(&crowd, world.node.key()).client_config(identity::Protocol::Control);
+    let connector = tokio_rustls::TlsConnector::from(config.unwrap());
+    let mut open = Vec::new();
+    for _ in 0..150 {
+        let stream = tokio::net::TcpStream::connect(world.server.address()).await.unwrap();
+        // At its limit, the server refuses the tenant's further connections.
+        open.extend(connector.connect(identity::server_name(), stream).await.ok());
+    }
+    assert!(open.len() >= 120, "{} connections", open.len());
+    let client = world.client();
+    let endpoint = world.endpoint();
+    let call = client.administer(&endpoint, AdminRequest::SetRebuildRate(0), false);
+    tokio::time::timeout(Duration::from_secs(5), call).await.expect("an answer in time").unwrap();
+    world.users.0.lock().unwrap().truncate(1);
+    for mut stream in open {
+        let mut received = Vec::new();
+        let ended = stream.read_to_end(&mut received);
+        let _ = tokio::time::timeout(Duration::from_secs(10), ended).await.expect("the connection ends");
+    }
+    client.administer(&endpoint, AdminRequest::SetRebuildRate(0), false).await.unwrap();
 }
 
 #[tokio::test]

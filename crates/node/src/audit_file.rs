@@ -6,7 +6,8 @@
 //! thread writes how many were lost.
 //!
 //! Users cannot flood the log: per tenant and minute, it keeps [`PER_MINUTE`] events of the kinds that
-//! every user can cause, and then writes how many it has left out. It always keeps changes.
+//! every user can cause, and as many changes by administrators. Then it writes how many it has left out.
+//! It always keeps changes by users of the tenant `main`, to which the administrators of the node belong.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Seek, SeekFrom, Write};
@@ -22,13 +23,15 @@ use base::thread::{self, ThreadClass};
 use osd::{AuditEvent, AuditKind, AuditSink};
 use tokio::sync::oneshot;
 
+use super::node_keys::MAIN_TENANT;
+
 /// Path of the log, relative to the node's directory.
 pub const AUDIT_LOG: &str = "log/audit.jsonl";
 /// Number of older files that are kept.
 const OLDER: u32 = 4;
 /// Maximum number of events that wait to be written.
 const BACKLOG: usize = 4096;
-/// Maximum number of events per tenant and minute, except changes by operators.
+/// Maximum number of changes, and of other events, per tenant and minute.
 const PER_MINUTE: u32 = 600;
 /// Maximum length of a text in an event, in bytes. Requests contain names of any length.
 const TEXT_MAX: usize = 512;
@@ -52,8 +55,8 @@ pub struct AuditFile {
 #[derive(Debug, Default)]
 struct FloodGuard {
     minute: u64,
-    /// Number of events by tenant.
-    counts: HashMap<String, u32>,
+    /// Number of events by tenant: changes (true), and others.
+    counts: HashMap<(String, bool), u32>,
     left_out: u64,
 }
 
@@ -67,11 +70,12 @@ impl FloodGuard {
             unreported = std::mem::take(&mut self.left_out);
             (self.minute, self.counts) = (minute, HashMap::default());
         }
-        if matches!(event.event, AuditKind::Changed | AuditKind::SessionKilled) {
+        let is_change = matches!(event.event, AuditKind::Changed | AuditKind::SessionKilled);
+        let tenant = event.user.as_deref().and_then(|user| user.split('/').next()).unwrap_or_default();
+        if is_change && tenant == MAIN_TENANT {
             return (true, unreported);
         }
-        let tenant = event.user.as_deref().and_then(|user| user.split('/').next()).unwrap_or_default();
-        let count = self.counts.entry(tenant.to_owned()).or_default();
+        let count = self.counts.entry((tenant.to_owned(), is_change)).or_default();
         *count += 1;
         let is_kept = *count <= PER_MINUTE;
         self.left_out += u64::from(!is_kept);
@@ -244,7 +248,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_tenant_cannot_flood_the_log_and_changes_are_always_kept() {
+    async fn a_tenant_cannot_flood_the_log() {
         let dir = tempfile::tempdir().unwrap();
         let log = AuditFile::start(&dir.path().join("audit.jsonl"), 1 << 20).unwrap();
         let of = |user: &str, kind: AuditKind, at_ms: u64| AuditEvent {
@@ -270,5 +274,12 @@ mod tests {
         assert_eq!(kept().await, (PER_MINUTE as usize + 1, 1, 0));
         log.record(of("films/cutter", AuditKind::Refused, 60_001));
         assert_eq!(kept().await, (PER_MINUTE as usize + 2, 1, 1), "the next minute begins");
+        // Changes have a limit of their own, but not those of the node's administrators.
+        let mut guard = FloodGuard::default();
+        let mut admitted =
+            |user: &str, kind| (0..2 * PER_MINUTE).filter(|_| guard.admit(&of(user, kind, 3)).0).count();
+        assert_eq!(admitted("films/admin", AuditKind::Changed), PER_MINUTE as usize);
+        assert_eq!(admitted("films/admin", AuditKind::Refused), PER_MINUTE as usize);
+        assert_eq!(admitted("main/admin", AuditKind::Changed), 2 * PER_MINUTE as usize);
     }
 }

@@ -72,12 +72,20 @@ pub enum NodeKeysError {
         user: String,
     },
     /// A key is invalid.
-    #[error("{}: {source}; restore the file from a backup, or remove the directory {} and credentials.toml: `outboard up` then makes new keys", path.display(), KEYS)]
+    #[error("{}: {source}; restore the file from a backup, or {remedy}", path.display())]
     Key {
         /// The file.
         path: PathBuf,
         /// The reason.
         source: IdentityError,
+        /// What to do if there is no backup.
+        remedy: &'static str,
+    },
+    /// The secret key of the DPU is invalid.
+    #[error("{} does not contain 64 hexadecimal digits; restore the file from a backup: without it, the node does not recognise its map (if there is no backup, see `keys/dpu` in docs/operations.md)", path.display())]
+    DpuKey {
+        /// The file.
+        path: PathBuf,
     },
 }
 
@@ -106,7 +114,13 @@ impl NodeKeys {
         create_directory(&folder)?;
         let node = match secret(&own)? {
             Some(text) => {
-                Identity::from_pem(&text).map_err(|source| NodeKeysError::Key { path: own, source })?
+                let remedy = "remove this file only: `outboard up` then makes a new key and writes it into \
+                              credentials.toml; replace the copies of credential files";
+                Identity::from_pem(&text).map_err(|source| NodeKeysError::Key {
+                    path: own,
+                    source,
+                    remedy,
+                })?
             }
             None => {
                 let made = Identity::generate();
@@ -120,7 +134,10 @@ impl NodeKeys {
             replace_file(&known, format!("{}\n", node.key()))?;
         }
         if let Some(text) = read(&admin)? {
-            let admin = text.trim().parse().map_err(|source| NodeKeysError::Key { path: admin, source })?;
+            let remedy = "remove this file and credentials.toml: `outboard up` then makes new credentials of \
+                          the administrator";
+            let admin =
+                text.trim().parse().map_err(|source| NodeKeysError::Key { path: admin, source, remedy })?;
             update(&credentials, node.key(), admin)?;
             return Ok(NodeKeys { node, dpu, admin });
         }
@@ -137,7 +154,11 @@ impl NodeKeys {
             Some(Err(e @ (IdentityError::Exposed { .. } | IdentityError::OtherOwner { .. }))) => {
                 return Err(NodeKeysError::Secret(e));
             }
-            Some(Err(source)) => return Err(NodeKeysError::Key { path: credentials, source }),
+            Some(Err(source)) => {
+                let remedy =
+                    "remove this file: `outboard up` then makes new credentials of the administrator";
+                return Err(NodeKeysError::Key { path: credentials, source, remedy });
+            }
             None => {
                 let user = format!("{MAIN_TENANT}/{ADMIN}");
                 let made = Credentials { user, node: node.key(), identity: Identity::generate() };
@@ -184,7 +205,8 @@ impl NodeKeys {
     pub fn channel_trust(&self, root: &Path) -> Result<Trust, NodeKeysError> {
         let path = root.join(KEYS).join(STORE);
         let Some(text) = read(&path)? else { return Err(NodeKeysError::NoStore { path }) };
-        let store = text.trim().parse().map_err(|source| NodeKeysError::Key { path, source })?;
+        let remedy = "copy it from the directory of the store";
+        let store = text.trim().parse().map_err(|source| NodeKeysError::Key { path, source, remedy })?;
         Ok(Trust::client(&self.node, store))
     }
 
@@ -223,7 +245,11 @@ pub fn store_trust(root: &Path) -> Result<Trust, NodeKeysError> {
     create_directory(&folder)?;
     let own = folder.join(STORE_KEY);
     let store = match secret(&own)? {
-        Some(text) => Identity::from_pem(&text).map_err(|source| NodeKeysError::Key { path: own, source })?,
+        Some(text) => {
+            let remedy =
+                "remove it: the store then makes a new one; copy the new keys/store to the osd's directory";
+            Identity::from_pem(&text).map_err(|source| NodeKeysError::Key { path: own, source, remedy })?
+        }
         None => {
             let made = Identity::generate();
             create_secret(&own, made.to_pem())?;
@@ -268,9 +294,7 @@ fn dpu_key(folder: &Path) -> Result<ProofKey, NodeKeysError> {
     let path = folder.join("dpu");
     if let Some(text) = secret(&path)? {
         // The key has the same text form as the hash of a key.
-        let secret = text.trim().parse::<KeyHash>();
-        let why = || IdentityError::BadKey("it does not have 64 hexadecimal digits".into());
-        let secret = secret.map_err(|_| NodeKeysError::Key { path, source: why() })?;
+        let secret = text.trim().parse::<KeyHash>().map_err(|_| NodeKeysError::DpuKey { path })?;
         return Ok(ProofKey::new(secret.as_bytes()));
     }
     let secret = random_secret();

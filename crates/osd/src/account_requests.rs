@@ -237,9 +237,10 @@ impl Osd {
                 Claims { grants: grants.iter().map(narrow).collect::<Result<_>>()?, ..own }
             }
         };
+        crate::accounts::check_grants(claims.grants.len(), claims.grants.iter().map(|g| g.within.as_ref()))?;
         self.shard.capability_key.sign(&claims).ok_or_else(|| Error::TooLarge {
-            what: "size of the capability's grants".into(),
-            size: claims.grants.len() as u64,
+            what: "size of the capability".into(),
+            size: capability::CAPABILITY_BYTES_MAX as u64 + 1,
             limit: capability::CAPABILITY_BYTES_MAX as u64,
         })
     }
@@ -249,19 +250,22 @@ impl Osd {
 fn narrowed(map: &NodeMap, user: &UserRights, rights: &Rights, grant: &AccessGrant) -> Result<ClaimedGrant> {
     grant.check().map_err(|e| Error::BadRequest(e.to_string()))?;
     let AccessGrant { scope, verbs } = grant;
-    let pool = pool_of(map, user.tenant, scope)?;
+    let found = pool_of(map, user.tenant, scope);
     let place = scope.within().map_or(Resource::Pool, |within| Resource::Names {
         namespace: &within.namespace,
         prefix: within.prefix.as_bytes(),
     });
     let wanted = Verb::ALL.into_iter().filter(|verb| verbs.contains(*verb));
     for verb in wanted {
-        if !rights.permits(verb, pool, place) && !base::mutant!(WidenCapabilities) {
+        // Without rights to all pools, the user does not learn whether the pool exists.
+        if !rights.permits(verb, found.as_ref().copied().unwrap_or_default(), place)
+            && !base::mutant!(WidenCapabilities)
+        {
             let (user, verb, place) = (user.name.clone(), verb.to_string(), scope.to_string());
             return Err(Error::NotPermitted { user, verb, place });
         }
     }
-    Ok(ClaimedGrant { pool, within: scope.within().cloned(), verbs: *verbs })
+    Ok(ClaimedGrant { pool: found?, within: scope.within().cloned(), verbs: *verbs })
 }
 
 /// Returns the number of a scope's pool; `None` for all pools of the tenant.

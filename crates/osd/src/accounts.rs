@@ -11,6 +11,11 @@ pub(crate) const MAIN: u32 = identity::MAIN_TENANT;
 /// Name of the tenant [`MAIN`].
 pub(crate) const MAIN_NAME: &str = "main";
 
+/// Maximum size of a grant in a capability, without its names, in bytes.
+const GRANT_BYTES: usize = 32;
+/// Maximum size of a capability without its grants, in bytes.
+const CLAIM_BYTES: usize = 1024;
+
 /// Increase of the users' revisions after the newest map was lost. It exceeds the number of changes
 /// that the lost map may have.
 const LOST_REVISIONS: u64 = 1 << 32;
@@ -208,6 +213,8 @@ impl Accounts {
             Some(own) => own.verbs = own.verbs.with(grant.verbs),
             None => {
                 check_room("grants of a user", user.grants.len(), MAX_GRANTS)?;
+                let within = user.grants.iter().map(|own| own.within.as_ref());
+                check_grants(user.grants.len() + 1, within.chain([grant.within.as_ref()]))?;
                 user.grants.push(grant);
             }
         }
@@ -306,6 +313,28 @@ impl Accounts {
 /// Whether this is the name of the node's own administrator.
 fn is_own_administrator(tenant: &str, user: &str) -> bool {
     (tenant, user) == (MAIN_NAME, "admin")
+}
+
+/// Checks that `count` grants for `within` fit into a capability.
+///
+/// # Errors
+/// [`Error::TooLarge`] if they do not.
+pub(crate) fn check_grants<'a>(count: usize, within: impl Iterator<Item = Option<&'a Within>>) -> Result<()> {
+    let too_large = |what: &str, size: usize, limit: usize| Error::TooLarge {
+        what: what.to_owned(),
+        size: size as u64,
+        limit: limit as u64,
+    };
+    if count > MAX_GRANTS {
+        return Err(too_large("number of grants", count, MAX_GRANTS));
+    }
+    let names = within.flatten().map(|within| within.namespace.len() + within.prefix.len());
+    let size = names.sum::<usize>() + count * GRANT_BYTES;
+    let limit = capability::CAPABILITY_BYTES_MAX - CLAIM_BYTES;
+    if size > limit {
+        return Err(too_large("size of all grants of a user", size, limit));
+    }
+    Ok(())
 }
 
 fn check_room(what: &str, taken: usize, limit: usize) -> Result<()> {

@@ -230,8 +230,8 @@ fn a_capability_narrows_the_rights_of_its_user_and_serves_only_its_holder() {
     let message = node.refused(&other, &["--capability", token, "get", "raw/a", "-"]);
     assert!(message.contains("another key"), "{message}");
     let mut altered = std::fs::read(token).unwrap();
-    let middle = altered.len() / 2;
-    altered[middle] ^= 1;
+    // The last byte belongs to the signature.
+    *altered.last_mut().unwrap() ^= 1;
     std::fs::write(token, altered).unwrap();
     let output = node.command(&["--capability", token, "get", "raw/a", "-"]).output().unwrap();
     assert_eq!(output.status.code(), Some(REFUSED), "{}", String::from_utf8_lossy(&output.stderr));
@@ -240,6 +240,43 @@ fn a_capability_narrows_the_rights_of_its_user_and_serves_only_its_holder() {
     let wide = ["token", "issue", "--pool", "raw", "--rights", "read", "--out", token];
     let message = node.refused(&other, &wide);
     assert!(message.contains("main/other has no right to read raw"), "{message}");
+    // Nor does a user learn which pools exist.
+    let missing = ["token", "issue", "--pool", "missing", "--rights", "read", "--out", token];
+    let message = node.refused(&other, &missing);
+    assert!(message.contains("main/other has no right to read missing"), "{message}");
+}
+
+#[test]
+fn a_credential_file_is_neither_sent_nor_overwritten() {
+    let node = Node::up();
+    let other = node.create_user("main/other");
+    let before = std::fs::read_to_string(&other).unwrap();
+    // Also with the suffix of capabilities.
+    let renamed = node.path("other.capability");
+    std::fs::copy(&other, &renamed).unwrap();
+    let renamed = renamed.to_str().unwrap();
+    node.refused(renamed.as_ref(), &["ls", "p"]);
+    assert_eq!(std::fs::read_to_string(renamed).unwrap(), before);
+    let valid = ["token", "issue", "--valid", "500ms", "--out"];
+    for (args, code, why) in [
+        (vec!["--capability", renamed, "pool", "ls"], 1, "contains no capability"),
+        ([&valid[..], &[renamed]].concat(), 1, "contains no capability"),
+        (vec!["token", "issue", "--valid", "0s", "--out", "none"], 2, "--valid is 0"),
+    ] {
+        let output = node.command(&args).output().unwrap();
+        let message = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.code() == Some(code) && message.contains(why), "{args:?}: {message}");
+    }
+    assert_eq!(std::fs::read_to_string(renamed).unwrap(), before);
+    // A period is rounded up to whole seconds.
+    let token = node.path("short");
+    let token = token.to_str().unwrap();
+    for _ in 0..2 {
+        node.admin(&[&valid[..], &[token]].concat());
+    }
+    let shown: Value = serde_json::from_str(&node.admin(&["token", "show", token, "--json"])).unwrap();
+    let seconds = |key: &str| shown[key].as_u64().unwrap();
+    assert_eq!(seconds("expires_s") - seconds("issued_s"), 1);
 }
 
 #[test]

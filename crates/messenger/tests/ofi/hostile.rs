@@ -274,7 +274,7 @@ impl Victim {
         let rigs = [rig, super::rig_with(queue, 3, Users::trust("bystander"))];
         let mut listener = rigs[0].listen().await;
         let endpoint = listener.endpoint();
-        let connecting = rigs[1].stack.connect(&endpoint, ConnectOptions::default());
+        let connecting = rigs[1].stack.connect(&endpoint, ConnectOptions { timeout: PATIENCE });
         let (client, server) = tokio::join!(connecting, listener.accept());
         let (client, mut server) = (client.expect("connects"), server.expect("accepts"));
         moved(&mut server).await;

@@ -26,19 +26,17 @@ fn data() -> Vec<u8> {
     (0..LEN).map(|i| (i >> 5) as u8).collect()
 }
 
-/// Creates a stack whose connections move to links. Its server ends a connection soon after the transport
-/// broke.
-fn stack() -> (Arc<dyn NetworkStack>, Arc<OfiControl>) {
+/// How long the server of a killed client keeps the client's connection.
+const SHORT_HOLD: Duration = Duration::from_millis(100);
+
+/// Creates a stack whose connections move to links. Its server keeps a connection for `hold` after the
+/// transport broke.
+fn stack(hold: Duration) -> (Arc<dyn NetworkStack>, Arc<OfiControl>) {
     let (provider, _) = super::provider();
     let ofi = super::load(OfiConfig::new(&provider));
     let control = ofi.control();
     let (heartbeat, grace) = super::patience(&provider);
-    let config = ConnectionConfig {
-        heartbeat,
-        grace,
-        hold: Duration::from_millis(100),
-        ..ConnectionConfig::default()
-    };
+    let config = ConnectionConfig { heartbeat, grace, hold, ..ConnectionConfig::default() };
     let stack = StreamStack::over(Tcp::default(), config).with_path(super::required_path(&provider, ofi));
     (Arc::new(stack), control)
 }
@@ -107,7 +105,7 @@ async fn child_process_to_be_killed() {
 
 /// Offers memory to the server at `endpoint`.
 async fn offer_until_killed(endpoint: &str) {
-    let (stack, _) = stack();
+    let (stack, _) = stack(SHORT_HOLD);
     let client = stack.connect(endpoint, patient()).await.expect("connects");
     let region = offer(&client).await;
     tokio::time::sleep(2 * PATIENCE).await;
@@ -116,7 +114,7 @@ async fn offer_until_killed(endpoint: &str) {
 
 /// Reads the memory of the first client again and again.
 async fn read_until_killed() {
-    let (stack, _) = stack();
+    let (stack, _) = stack(PATIENCE);
     let mut listener = stack.listen(&super::provider().1).await.expect("listens");
     tell(&format!("ENDPOINT {}", listener.endpoint()));
     let mut server = listener.accept().await.expect("accepts");
@@ -138,7 +136,7 @@ fn tell(line: &str) {
 /// the pool, no link is left, and the server serves the next client.
 #[tokio::test]
 async fn a_client_killed_during_a_read_leaves_no_link_and_no_buffer_in_use() {
-    let (stack, control) = stack();
+    let (stack, control) = stack(SHORT_HOLD);
     let mut listener = stack.listen(&super::provider().1).await.expect("listens");
     let pool = conformance::pool();
     let free = pool.free_bytes().0;
@@ -181,7 +179,7 @@ async fn a_client_killed_during_a_read_leaves_no_link_and_no_buffer_in_use() {
 /// and gets its memory back.
 #[tokio::test]
 async fn a_server_killed_while_it_reads_client_memory_leaves_no_link_at_the_client() {
-    let (stack, control) = stack();
+    let (stack, control) = stack(SHORT_HOLD);
     for _ in 0..ROUNDS {
         let mut other = Other::start("server");
         let mut lines = BufReader::new(other.0.stdout.take().expect("piped")).lines();

@@ -87,6 +87,13 @@ async fn serve(
         StoresAt::Behind(address) => address.cpus(config.osd.cpus),
         StoresAt::Here(_) => config.osd.cpus,
     };
+    if config.osd.accept_altered_map {
+        tracing::warn!(
+            "osd.accept_altered_map is set: this osd, and each osd that the supervisor starts after it, \
+             accepts what other keys than the DPU's have sealed; check `outboard user ls`, and start the \
+             node again without it"
+        );
+    }
     // The role runs in the node's directory.
     let keys = NodeKeys::settle(Path::new("")).doing("reading the node's keys")?;
     let listen = listen.unwrap_or_else(|| config.listen.clone());

@@ -1,7 +1,9 @@
 //! Finds the node to which a command connects.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
+use bytes::Bytes;
+use capability::Claims;
 use client::Options;
 use identity::Credentials;
 use node::dir::NodeDir;
@@ -30,9 +32,8 @@ pub fn connecting(args: &NodeArgs, options: Options) -> Result<Options> {
     // The next command with these credentials need not get a capability again. Credentials that
     // come through a pipe (`/dev/stdin`, `/dev/fd/63`) have no place for it.
     let is_kept = file.is_file() && !file.starts_with("/dev") && !file.starts_with("/proc");
-    let capability_file = is_kept.then(|| file.with_extension("capability"));
-    let given = args.capability.as_ref().map(std::fs::read).transpose();
-    let capability = given.doing("reading the capability")?.map(bytes::Bytes::from);
+    let capability_file = is_kept.then(|| capability_file(&file));
+    let capability = args.capability.as_deref().map(read_capability).transpose()?;
     Ok(Options {
         trust,
         capability,
@@ -41,6 +42,30 @@ pub fn connecting(args: &NodeArgs, options: Options) -> Result<Options> {
         source: args.bind,
         ..options
     })
+}
+
+/// Returns the file in which the commands with the credential file `credentials` keep their capability:
+/// another one for each credential file, and never the credential file itself.
+fn capability_file(credentials: &Path) -> PathBuf {
+    let mut name = credentials.as_os_str().to_owned();
+    name.push(".capability");
+    name.into()
+}
+
+/// Reads a capability.
+///
+/// # Errors
+/// If the file cannot be read, or contains no capability. The command must not send other files to the
+/// node: `file` may contain a private key.
+pub fn read_capability(file: &Path) -> Result<Bytes> {
+    let doing = format!("reading the capability {}", file.display());
+    let bytes = std::fs::read(file).doing(doing.clone())?;
+    match Claims::unverified(&bytes) {
+        Some(_) => Ok(bytes.into()),
+        None => {
+            Err(Failure::new(doing, "the file contains no capability; issue one with `outboard token issue`"))
+        }
+    }
 }
 
 /// Returns the file with the identity with which the command connects to the node: the credentials of
@@ -93,4 +118,20 @@ pub fn control(args: &NodeArgs) -> Option<String> {
         return None;
     }
     NodeState::load(&NodeDir::open(&root(args)).ok()?)?.control
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn capabilities_are_never_kept_in_a_credential_file() {
+        let names = ["a.toml", "a.cred", "a", "a.capability"];
+        let kept: Vec<PathBuf> = names.map(|name| capability_file(Path::new(name))).into();
+        assert_eq!(kept[0], Path::new("a.toml.capability"));
+        for (name, kept) in names.iter().zip(&kept) {
+            assert_ne!(Path::new(name), kept);
+        }
+        assert_eq!(kept.iter().collect::<std::collections::BTreeSet<_>>().len(), kept.len());
+    }
 }

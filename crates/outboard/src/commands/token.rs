@@ -1,6 +1,6 @@
 //! `outboard token`: issues capabilities with fewer rights than the user has, and shows capabilities.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use capability::Claims;
 use clap::Subcommand;
@@ -10,8 +10,8 @@ use node::units::Period;
 use serde::Serialize;
 use wire::{AccessGrant, AdminReply, AdminRequest, Scope, Verbs};
 
-use super::session;
 use super::tenant::unexpected;
+use super::{locate, session};
 use crate::args::NodeArgs;
 use crate::output;
 
@@ -88,7 +88,8 @@ pub fn run(command: TokenCommand, node: &NodeArgs) -> Result<()> {
         TokenCommand::Issue { pool, rights, valid, key, out, json } => {
             let doing = "issuing a capability";
             let grants = pool.zip(rights).map(|(scope, verbs)| vec![AccessGrant { scope, verbs }]);
-            let lifetime_s = valid.map_or(0, |valid| u32::try_from(valid.0.as_secs()).unwrap_or(u32::MAX));
+            let lifetime_s = valid.map_or(Ok(0), whole_seconds)?;
+            check_output(&out)?;
             let key = key.map(|key| *key.as_bytes());
             let request = AdminRequest::IssueCapability { grants, key, lifetime_s };
             let issued = session::administer(node, async move |client| {
@@ -104,15 +105,30 @@ pub fn run(command: TokenCommand, node: &NodeArgs) -> Result<()> {
             Ok(())
         }
         TokenCommand::Show { file, json } => {
-            let doing = format!("reading the capability {}", file.display());
-            let bytes = std::fs::read(&file).doing(doing.clone())?;
-            let claims = Claims::unverified(&bytes).ok_or_else(|| {
-                Failure::new(doing, "the file contains no capability; issue one with `outboard token issue`")
-            })?;
-            show(&claims, json);
+            let bytes = locate::read_capability(&file)?;
+            if let Some(claims) = Claims::unverified(&bytes) {
+                show(&claims, json);
+            }
             Ok(())
         }
     }
+}
+
+/// Returns a period in seconds, rounded up. The control plane takes 0 for the longest period.
+fn whole_seconds(valid: Period) -> Result<u32> {
+    match valid.0.as_millis().div_ceil(1000) {
+        0 => Err(Failure::usage("issuing a capability", "--valid is 0; choose a time up to 1h")),
+        seconds => Ok(u32::try_from(seconds).unwrap_or(u32::MAX)),
+    }
+}
+
+/// Checks that writing a capability to `out` destroys no other file, for example credentials.
+fn check_output(out: &Path) -> Result<()> {
+    if out.is_file() && locate::read_capability(out).is_err() {
+        let why = "the file exists and contains no capability; choose another file with --out";
+        return Err(Failure::new(format!("writing {}", out.display()), why));
+    }
+    Ok(())
 }
 
 fn show(claims: &Claims, json: bool) {

@@ -101,11 +101,11 @@ impl CapabilityHolder {
     }
 }
 
-/// Reads a capability; `None` if the file does not contain one.
+/// Reads a capability; `None` if the file does not contain one. Other content is not sent to the node.
 fn read(file: &Path) -> Option<Bytes> {
     let length = std::fs::metadata(file).ok()?.len();
     (length <= CAPABILITY_BYTES_MAX as u64).then_some(())?;
-    std::fs::read(file).ok().map(Bytes::from)
+    std::fs::read(file).ok().filter(|bytes| Claims::unverified(bytes).is_some()).map(Bytes::from)
 }
 
 /// Replaces the file. Only its owner can read it.
