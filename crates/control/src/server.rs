@@ -342,10 +342,10 @@ struct Places(Mutex<PlaceTable>);
 struct PlaceTable {
     last: u64,
     budget: Budget<u64, Party>,
-    slots: HashMap<u64, Slot>,
+    slots: HashMap<u64, TakenSlot>,
 }
 
-struct Slot {
+struct TakenSlot {
     signal: Arc<ClosingSignal>,
     /// The key of the connection's client, which belonged to a user of the node.
     key: Option<KeyHash>,
@@ -385,7 +385,7 @@ impl Places {
         let mut table = self.lock();
         table.last += 1;
         let id = table.last;
-        table.admit(id, (None, peer), Slot { signal: Arc::clone(&slot), key: None })?;
+        table.admit(id, (None, peer), TakenSlot { signal: Arc::clone(&slot), key: None })?;
         drop(table);
         Some(ConnectionPlace { id, slot, places: Arc::clone(self) })
     }
@@ -401,7 +401,7 @@ impl Places {
 impl PlaceTable {
     /// Gives a slot to the connection `id` of `party`, perhaps that of another connection, which is
     /// closed. `None` if the party already holds its fair share.
-    fn admit(&mut self, id: u64, party: Party, slot: Slot) -> Option<()> {
+    fn admit(&mut self, id: u64, party: Party, slot: TakenSlot) -> Option<()> {
         let victim = self.budget.admit(id, party, Instant::now()).ok()?;
         if let Some(victim) = victim.and_then(|victim| self.slots.remove(&victim)) {
             victim.signal.close();
@@ -418,7 +418,7 @@ impl ConnectionPlace {
         let mut table = self.places.lock();
         let Some(slot) = table.slots.remove(&self.id) else { return false };
         table.budget.remove(self.id);
-        table.admit(self.id, party, Slot { key: Some(key), ..slot }).is_some()
+        table.admit(self.id, party, TakenSlot { key: Some(key), ..slot }).is_some()
     }
 }
 
