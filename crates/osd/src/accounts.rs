@@ -372,6 +372,42 @@ mod tests {
     }
 
     #[test]
+    fn the_grants_of_a_user_fit_into_a_capability() {
+        let mut accounts = accounts();
+        let long = |number: usize| GrantRecord {
+            pool: Some(1),
+            within: Some(Within { namespace: String::new(), prefix: format!("{number:01000}") }),
+            verbs: "read".parse().unwrap(),
+        };
+        let who = ("films", "cutter");
+        let refused = (0..MAX_GRANTS).find_map(|number| accounts.grant(who, long(number)).err());
+        assert!(matches!(refused, Some(Error::TooLarge { .. })), "{refused:?}");
+        let user = &accounts.users()[0];
+        assert!(user.grants.len() > 10, "{} grants", user.grants.len());
+        let claimed = |grant: &GrantRecord| capability::ClaimedGrant {
+            pool: grant.pool,
+            within: grant.within.clone(),
+            verbs: grant.verbs,
+        };
+        let claims = capability::Claims {
+            node: uuid::Uuid::max(),
+            name: format!("{}/{}", "t".repeat(32), "u".repeat(32)),
+            tenant: u32::MAX,
+            user: u32::MAX,
+            revision: u64::MAX,
+            key: key(1),
+            issued: 1 << 40,
+            expires: 1 << 40,
+            id: [0xff; 16],
+            grants: user.grants.iter().map(claimed).collect(),
+            qos_class: u8::MAX.into(),
+            memory: Vec::new(),
+        };
+        let capability_key = capability::CapabilityKey::derive(&identity::ProofKey::default());
+        assert!(capability_key.sign(&claims).is_some(), "they fit");
+    }
+
+    #[test]
     fn each_change_of_the_grants_makes_earlier_capabilities_invalid() {
         let mut accounts = accounts();
         let id = accounts.users()[0].id;
