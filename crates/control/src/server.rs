@@ -40,7 +40,7 @@ use crate::services::Services;
 /// or of an address whose clients have not proved their keys.
 const CONNECTIONS_MAX: usize = 128;
 
-/// Minimum silence after which a connection loses its slot to another connection of its own address.
+/// Minimum silence after which a connection loses its slot to another connection of its own party.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// Pause between two checks whether the clients' keys are still known.

@@ -405,6 +405,29 @@ mod tests {
     }
 
     #[test]
+    fn the_remedy_for_a_damaged_key_keeps_the_key_of_the_dpu() {
+        for (damaged, advice, removed) in [
+            ("keys/node.pem", "remove this file only", &["keys/node.pem"][..]),
+            ("keys/admin", "remove this file and credentials.toml", &["keys/admin", CREDENTIALS]),
+        ] {
+            let dir = tempfile::tempdir().unwrap();
+            NodeKeys::settle(dir.path()).unwrap();
+            let dpu = std::fs::read(dir.path().join("keys/dpu")).unwrap();
+            std::fs::write(dir.path().join(damaged), "xx").unwrap();
+            let message = NodeKeys::settle(dir.path()).unwrap_err().to_string();
+            assert!(message.contains(damaged) && message.contains(advice), "{message}");
+            removed.iter().for_each(|file| std::fs::remove_file(dir.path().join(file)).unwrap());
+            NodeKeys::settle(dir.path()).unwrap();
+            assert_eq!(std::fs::read(dir.path().join("keys/dpu")).unwrap(), dpu, "{damaged}");
+        }
+        let dir = tempfile::tempdir().unwrap();
+        NodeKeys::settle(dir.path()).unwrap();
+        std::fs::write(dir.path().join("keys/dpu"), "xx").unwrap();
+        let message = NodeKeys::settle(dir.path()).unwrap_err().to_string();
+        assert!(message.contains("keys/dpu") && !message.contains("remove"), "{message}");
+    }
+
+    #[test]
     fn moved_credentials_are_not_replaced_and_interrupted_creation_continues() {
         let dir = tempfile::tempdir().unwrap();
         let made = NodeKeys::settle(dir.path()).unwrap();

@@ -238,10 +238,8 @@ impl Osd {
             }
         };
         crate::accounts::check_grants(claims.grants.len(), claims.grants.iter().map(|g| g.within.as_ref()))?;
-        self.shard.capability_key.sign(&claims).ok_or_else(|| Error::TooLarge {
-            what: "size of the capability".into(),
-            size: capability::CAPABILITY_BYTES_MAX as u64 + 1,
-            limit: capability::CAPABILITY_BYTES_MAX as u64,
+        self.shard.capability_key.sign(&claims).ok_or_else(|| {
+            Error::CommandRefused("the capability is too large; issue one for fewer grants".into())
         })
     }
 }
