@@ -1,9 +1,9 @@
 //! The foundation of all other crates: shared memory and buffer pools, block checksums, thread
 //! classes, CPU time accounting, latency phases, the health of offloads, fault injection, budgets
-//! per peer address, the release of reservations of cancelled callers, adaptive polling, and the
-//! sources of time, randomness and tasks that a simulation replaces.
+//! per peer address, the release of reservations of cancelled callers, adaptive polling, connections
+//! from a chosen address, and the sources of time, randomness and tasks that a simulation replaces.
 //!
-//! This crate does not depend on objects, networks or drives. `unsafe` code is in [`mem`], which
+//! This crate does not depend on objects, messages or drives. `unsafe` code is in [`mem`], which
 //! maps memory, and in [`pool`], which hands out ranges of mapped memory.
 
 #![cfg_attr(not(test), deny(clippy::disallowed_methods, clippy::disallowed_types))]
@@ -13,6 +13,7 @@ pub mod buddy;
 pub mod budget;
 pub mod clock;
 pub mod collections;
+pub mod dial;
 pub mod entropy;
 pub mod fault;
 pub mod health;

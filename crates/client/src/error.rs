@@ -111,7 +111,7 @@ impl Error {
                     | Refusal::CapabilityRefused { .. }
             ),
             Error::Control(e) => matches!(e, ControlError::NotPermitted(_)),
-            Error::Network(e) => refuses_client(e),
+            Error::Network(e) => matches!(e, MessengerError::KeyRefused(_)),
             _ => false,
         }
     }

@@ -57,7 +57,7 @@ pub struct Options {
     pub clock: WallClock,
     /// The way to the node's control plane. `None` means gRPC.
     pub control: Option<ControlWay>,
-    /// Local address of TCP connections; `None` lets the operating system choose one.
+    /// Local address of the TCP connections to the data path and to the control plane; `None` lets the operating system choose one.
     pub source: Option<std::net::IpAddr>,
 }
 

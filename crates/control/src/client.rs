@@ -1,6 +1,7 @@
 //! [`ControlClient`]: makes the calls of the control plane.
 
 use std::io;
+use std::net::IpAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -55,6 +56,9 @@ pub enum ControlError {
     /// The node has not told the address of a control plane.
     #[error("the node has no control plane; use a node of this program's version")]
     NotOffered,
+    /// The client cannot connect from the local address that it was given.
+    #[error("{0}; choose an address of this machine with which the endpoint can be reached")]
+    LocalAddress(String),
     /// The call may or may not have taken effect.
     #[error("the control plane at {endpoint} cannot be reached: {reason}; retry")]
     Unreachable {
@@ -73,6 +77,7 @@ pub enum ControlError {
 #[derive(Debug)]
 pub struct ControlClient {
     trust: Trust,
+    source: Option<IpAddr>,
     kept: Arc<Mutex<KeptChannel>>,
 }
 
@@ -90,7 +95,14 @@ impl ControlClient {
     /// names.
     #[must_use]
     pub fn new(trust: Trust) -> ControlClient {
-        ControlClient { trust, kept: Arc::default() }
+        ControlClient { trust, source: None, kept: Arc::default() }
+    }
+
+    /// Sets the local address from which the client connects; `None` lets the operating system choose
+    /// one.
+    #[must_use]
+    pub fn connecting_from(self, source: Option<IpAddr>) -> ControlClient {
+        ControlClient { source, ..self }
     }
 
     /// Executes an administrative request at the control plane with the address `endpoint`
@@ -168,7 +180,12 @@ impl ControlClient {
         let unreachable =
             |e: io::Error| ControlError::Unreachable { endpoint: endpoint.to_owned(), reason: e.to_string() };
         let config = self.trust.client_config(Protocol::Control).ok_or(IdentityError::NoRole("client"))?;
-        let stream = TcpStream::connect(endpoint).await.map_err(unreachable)?;
+        let stream = base::dial::tcp(endpoint, self.source).await.map_err(|e| match e.kind() {
+            io::ErrorKind::AddrNotAvailable if self.source.is_some() => {
+                ControlError::LocalAddress(e.to_string())
+            }
+            _ => unreachable(e),
+        })?;
         // Without this option, small messages wait for acknowledgements.
         stream.set_nodelay(true).map_err(unreachable)?;
         let connected = TlsConnector::from(config).connect(server_name(), stream).await;

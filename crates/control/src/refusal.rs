@@ -6,8 +6,8 @@ use wire::Error;
 /// Converts the node's error to a status. The details contain the error in JSON form.
 pub(crate) fn status_of(error: &Error) -> Status {
     let code = match error {
-        Error::NoSuchPool(_) | Error::NoSuchObject(_) => Code::NotFound,
-        Error::PoolExists(_) | Error::Exists(_) => Code::AlreadyExists,
+        Error::NoSuchPool(_) | Error::NoSuchObject(_) | Error::NoSuchAccount(_) => Code::NotFound,
+        Error::PoolExists(_) | Error::Exists(_) | Error::AccountExists(_) => Code::AlreadyExists,
         Error::PoolNotEmpty(_) | Error::CommandRefused(_) | Error::ConditionFailed { .. } => {
             Code::FailedPrecondition
         }
@@ -30,6 +30,8 @@ pub(crate) fn error_in(status: &Status) -> Option<Error> {
 
 #[cfg(test)]
 mod tests {
+    use wire::AdministratorOf;
+
     use super::*;
 
     #[test]
@@ -43,8 +45,14 @@ mod tests {
             assert_eq!(error_in(&status), Some(error.clone()));
             assert_eq!(status.message(), error.to_string());
         }
-        let refused = Error::NotAdministrator { user: "t/u".into(), what: "arm faults".into() };
+        let refused = Error::NotAdministrator {
+            user: "t/u".into(),
+            what: "arm faults".into(),
+            of: AdministratorOf::Node,
+        };
         assert_eq!(status_of(&refused).code(), Code::PermissionDenied);
+        assert_eq!(status_of(&Error::NoSuchAccount("t/u".into())).code(), Code::NotFound);
+        assert_eq!(status_of(&Error::AccountExists("t/u".into())).code(), Code::AlreadyExists);
         assert_eq!(error_in(&Status::unavailable("the server is gone")), None);
     }
 }

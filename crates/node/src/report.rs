@@ -414,6 +414,13 @@ impl NodeReport {
         self.placement = Some(answer.placement);
         self.engine = Some(answer.engine);
         self.emulated = answer.emulated;
+        if answer.accepts_altered_map {
+            self.problems.push(
+                "the osd accepts a map that the storage host may have altered; check the users (`outboard user ls`), \
+                 and start the node again without osd.accept_altered_map"
+                    .to_owned(),
+            );
+        }
         if let Some(offload) = &answer.offload {
             let health = &offload.health;
             if health.state != OffloadState::Active {

@@ -5,8 +5,8 @@ use std::rc::Rc;
 use capability::{ClaimedGrant, Claims, Resource, Rights};
 use identity::{Caller, KeyHash};
 use wire::{
-    AccessGrant, AccountName, AccountRequest, AdminReply, AdminRequest, Error, PoolName, Result, Scope,
-    TenantInfo, UserInfo, Verb, Verbs, check_account,
+    AccessGrant, AccountName, AccountRequest, AdminReply, AdminRequest, AdministratorOf, Error, PoolName,
+    Result, Scope, TenantInfo, UserInfo, Verb, Verbs, check_account,
 };
 
 use crate::accounts::{GrantRecord, UserRights};
@@ -40,6 +40,7 @@ impl Osd {
             AccountRequest::RemoveTenant { name } => {
                 let change = |map: &mut NodeMap| {
                     let id = map.accounts.tenant(&name)?;
+                    map.accounts.remove_tenant(&name)?;
                     // Pools that are being removed go on without the tenant: its number is not used
                     // again.
                     let keeps = |pool: &&PoolRecord| pool.tenant == id && !pool.removing;
@@ -47,7 +48,7 @@ impl Osd {
                         let why = format!("tenant {name} has the pool {}; remove its pools first", pool.name);
                         return Err(Error::CommandRefused(why));
                     }
-                    map.accounts.remove_tenant(&name)
+                    Ok(())
                 };
                 self.change_accounts(change).await
             }
@@ -127,7 +128,8 @@ impl Osd {
         let is_node_admin = map.accounts.users().iter().find(is_meant).is_some_and(|user| user.is_node_admin);
         if is_node_admin && !caller.rights.is_node_admin {
             let what = "change an administrator of the node".to_owned();
-            return Err(Error::NotAdministrator { user: caller.rights.name.clone(), what });
+            let user = caller.rights.name.clone();
+            return Err(Error::NotAdministrator { user, what, of: AdministratorOf::Node });
         }
         Ok(())
     }

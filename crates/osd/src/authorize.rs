@@ -18,8 +18,8 @@ use identity::{Caller, NODE_ADMIN};
 use messenger::PeerInfo;
 use tokio::time::Instant;
 use wire::{
-    AccountRequest, AdminRequest, BulkDescriptor, BulkOwner, Condition, Data, Error, List, Mutate,
-    ObjectRequest, PoolName, Query, Read, Result, Scope, Verb, WireName,
+    AccountRequest, AdminRequest, AdministratorOf, BulkDescriptor, BulkOwner, Condition, Data, Error, List,
+    Mutate, ObjectRequest, PoolName, Query, Read, Result, Scope, Verb, WireName,
 };
 
 use crate::accounts::UserRights;
@@ -171,7 +171,8 @@ pub(crate) fn authorize(
         && !base::mutant!(PermitForeignMemory)
     {
         let what = "name memory of a third party that the capability does not name".into();
-        return Err(Error::NotAdministrator { user: claims.name.clone(), what });
+        let user = claims.name.clone();
+        return Err(Error::NotAdministrator { user, what, of: AdministratorOf::Node });
     }
     match pool {
         Some(pool) => Ok(pool),
@@ -275,21 +276,24 @@ impl AdminGrant {
 /// [`Error::NoSuchAccount`] if the caller may know that the pool or tenant does not exist.
 pub(crate) fn authorize_admin(shard: &Shard, caller: &Caller, request: &AdminRequest) -> Result<AdminGrant> {
     let map = shard.map.borrow();
-    let unknown =
-        || Error::NotAdministrator { user: caller.user.to_string(), what: "use this node any more".into() };
+    let refused = |user: &str, what: &str, of| {
+        let (user, what) = (user.to_owned(), what.to_owned());
+        Error::NotAdministrator { user, what, of }
+    };
+    let (of_node, of_tenant) = (AdministratorOf::Node, AdministratorOf::TenantOrNode);
+    let unknown = || refused(&caller.user.to_string(), "use this node any more", of_tenant);
     let rights = map.accounts.rights(&caller.user).ok_or_else(unknown)?;
-    let refused = |what: &str| Error::NotAdministrator { user: rights.name.clone(), what: what.to_owned() };
     // The number of the tenant, if the caller may name it.
     let tenant = |name: Option<&str>, what: &str| match name {
         None => Ok(rights.tenant),
         Some(name) if name == map.accounts.tenant_name(rights.tenant) => Ok(rights.tenant),
         Some(name) if rights.is_node_admin => map.accounts.tenant(name),
         Some(_) if base::mutant!(IgnoreTenantName) => Ok(rights.tenant),
-        Some(_) => Err(refused(what)),
+        Some(_) => Err(refused(&rights.name, what, of_tenant)),
     };
     match admin_need(request) {
         AdminNeed::Node(what) if !rights.is_node_admin && !base::mutant!(PermitNodeAdmin) => {
-            Err(refused(what))
+            Err(refused(&rights.name, what, of_node))
         }
         AdminNeed::Node(_) | AdminNeed::Anyone => {
             let tenant = rights.tenant;
@@ -300,7 +304,7 @@ pub(crate) fn authorize_admin(shard: &Shard, caller: &Caller, request: &AdminReq
             let is_own =
                 tenant == rights.tenant && (rights.permits(Verb::Admin, None) || base::mutant!(PermitAdmin));
             if !rights.is_node_admin && !is_own {
-                return Err(refused(what));
+                return Err(refused(&rights.name, what, of_tenant));
             }
             Ok(AdminGrant { rights, tenant, pool: None })
         }

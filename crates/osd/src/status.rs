@@ -93,6 +93,7 @@ pub(crate) async fn status(osd: &Osd) -> Result<NodeStatus, ShardGone> {
         osd_pid: shard.config.pid,
         uptime_seconds: shard.age.ran().as_secs(),
         map_epoch: map.epoch,
+        accepts_altered_map: shard.config.accepts_altered_map,
         health,
         rebuild,
         targets,

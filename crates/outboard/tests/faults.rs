@@ -270,7 +270,7 @@ fn administrators_of_the_node_arm_faults_of_the_osd_from_other_machines() {
     ] {
         let refused = node.remote("guest.toml", args);
         assert_eq!(refused.status.code(), Some(3), "{args:?}: {}", said(&refused));
-        let why = format!("main/guest may not {what}; only an administrator of the node may");
+        let why = format!("main/guest may not {what}; only an administrator of the node may\n");
         assert!(said(&refused).contains(&why), "{args:?}: {}", said(&refused));
     }
     assert_eq!(Node::process(&node.status(), "osd").1, 0, "the osd was killed");

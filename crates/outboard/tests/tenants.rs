@@ -330,3 +330,31 @@ fn every_command_that_changes_accounts_prints_one_json_object_on_request() {
     assert_eq!(json(&["tenant", "rm", "films"])["tenant"], "films");
     assert_eq!(node.admin(&["tenant", "create", "films"]), "", "without --json, a change prints nothing");
 }
+
+#[test]
+fn a_node_with_another_key_is_no_refusal_and_an_absent_local_address_is_named() {
+    let (node, other) = (Node::up(), Node::up());
+    let endpoint = other.endpoint();
+    for (args, why) in [
+        (&["--endpoint", &*endpoint, "pool", "ls"][..], "it is another node, or an attacker"),
+        (&["--endpoint", &*endpoint, "ls", "p"], "it is another node, or an attacker"),
+        (&["--bind", "192.0.2.1", "pool", "ls"], "cannot connect from 192.0.2.1"),
+    ] {
+        let output = node.command(args).output().unwrap();
+        let message = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.code() == Some(1) && message.contains(why), "{args:?}: {message}");
+    }
+}
+
+#[test]
+fn status_warns_while_the_osd_accepts_an_altered_map() {
+    let node = Node::up();
+    for (accepts, warns) in [("true", true), ("false", false)] {
+        node.down();
+        let mut up = node.command(&["up", "--detach"]);
+        let up = up.env("OUTBOARD_OSD_ACCEPT_ALTERED_MAP", accepts).output().unwrap();
+        assert!(up.status.success(), "{}", String::from_utf8_lossy(&up.stderr));
+        let status = node.admin(&["status"]);
+        assert_eq!(status.contains("the storage host may have altered"), warns, "{status}");
+    }
+}

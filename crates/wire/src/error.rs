@@ -7,6 +7,25 @@ use crate::{NameError, SessionId};
 /// Result of a request.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
+/// Whose administrators may do something.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum AdministratorOf {
+    /// The node.
+    Node,
+    /// The tenant that the request concerns, or the node.
+    TenantOrNode,
+}
+
+impl std::fmt::Display for AdministratorOf {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            AdministratorOf::Node => "the node",
+            AdministratorOf::TenantOrNode => "the tenant or of the node",
+        })
+    }
+}
+
 /// Reason why a request failed. A failed request has changed nothing, unless the variant says
 /// otherwise.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
@@ -190,15 +209,15 @@ pub enum Error {
         /// The objects: the text form of a [`Scope`](crate::Scope).
         place: String,
     },
-    /// Only an administrator of the node may do this.
-    #[error(
-        "{user} may not {what}; only an administrator of the node may, or of the tenant that it concerns"
-    )]
+    /// Only an administrator may do this.
+    #[error("{user} may not {what}; only an administrator of {of} may")]
     NotAdministrator {
         /// Name of the user: `TENANT/USER`.
         user: String,
         /// The refused action.
         what: String,
+        /// Whose administrators may do it.
+        of: AdministratorOf,
     },
     /// The osd does not accept the capability of the session, or has none. It executed nothing. Get a new
     /// capability from the control plane, and open the session with it.

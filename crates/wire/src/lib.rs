@@ -35,7 +35,7 @@ pub use codec::{
     encode_reply, encode_request,
 };
 pub use coding::{CodingMode, CodingModeError, CodingRatio};
-pub use error::{Error, Result};
+pub use error::{AdministratorOf, Error, Result};
 pub use name::{NameError, ObjectName, PoolName, WireName};
 pub use redundancy::{DEFAULT_STRIPE_UNIT, MAX_COPIES, MAX_STRIPE, Redundancy, default_stripe_unit};
 pub use reply::{Listed, Mutated, ObjectReply, QueryAnswer, Reply, ReplyBody, SkippedGroups, StatAnswer};

@@ -525,6 +525,8 @@ pub struct NodeStatus {
     pub uptime_seconds: u64,
     /// Map epoch of the node.
     pub map_epoch: u64,
+    /// Whether the osd accepts a map that this DPU has not sealed (`osd.accept_altered_map`).
+    pub accepts_altered_map: bool,
     /// Health of the pools with redundancy.
     pub health: Vec<PoolHealth>,
     /// State of rebuilds.

@@ -5,7 +5,8 @@ use control::{ControlClient, ControlError};
 use tokio::time::Instant;
 use wire::{AdminReply, AdminRequest};
 
-use super::BoxCall;
+use super::{BoxCall, Call};
+use crate::{Error, Result};
 
 /// Executes administrative requests of operators. An engine offers it through
 /// [`Engine::administration`](super::Engine::administration).
@@ -58,5 +59,47 @@ where
     ) -> BoxFuture<'a, Result<AdminReply, ControlError>> {
         let administered = (self.0)(request, is_repeated);
         Box::pin(async { Ok(administered.await?) })
+    }
+}
+
+/// An administrative request, with its attempts. `find` returns the address of the control plane, and is
+/// called for each attempt.
+pub(super) struct AdminCall<'a, F> {
+    plane: &'a dyn ControlPlane,
+    find: F,
+    request: AdminRequest,
+    /// Whether an attempt was made, which may have taken effect.
+    is_repeated: bool,
+    /// Why the last attempt did not reach the control plane.
+    obstacle: Option<String>,
+}
+
+impl<'a, F> AdminCall<'a, F> {
+    pub(super) fn new(plane: &'a dyn ControlPlane, find: F, request: AdminRequest) -> AdminCall<'a, F> {
+        AdminCall { plane, find, request, is_repeated: false, obstacle: None }
+    }
+}
+
+impl<F> Call<AdminReply> for AdminCall<'_, F>
+where
+    F: Fn() -> Result<Option<String>> + Send + Sync,
+{
+    fn attempt(&mut self) -> BoxFuture<'_, Result<AdminReply>> {
+        Box::pin(async {
+            let endpoint = (self.find)()?;
+            let is_repeated = std::mem::replace(&mut self.is_repeated, true);
+            let answer = self.plane.administer(endpoint.as_deref(), self.request.clone(), is_repeated).await;
+            answer.map_err(|e| match e {
+                ControlError::Refused(error) => Error::Node(error),
+                other => {
+                    self.obstacle = Some(other.to_string());
+                    Error::Control(other)
+                }
+            })
+        })
+    }
+
+    fn obstacle(&self) -> Option<String> {
+        self.obstacle.clone()
     }
 }

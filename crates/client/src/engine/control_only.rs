@@ -3,13 +3,14 @@
 use std::sync::Arc;
 
 use base::BoxFuture;
-use control::{ControlClient, ControlError};
+use control::ControlClient;
 use tokio::time::Instant;
 use wire::{AdminReply, AdminRequest, List, Listed, Mutated, Query, QueryAnswer, UploadId};
 
+use super::administration::AdminCall;
 use super::{
-    Administration, BoxCall, Call, Capabilities, ChangeRequest, ControlPlane, Engine, EngineLimits,
-    ReadReply, ReadRequest, Refused,
+    Administration, BoxCall, Capabilities, ChangeRequest, Engine, EngineLimits, ReadReply, ReadRequest,
+    Refused,
 };
 use crate::options::ControlWay;
 use crate::{Error, Options, Result};
@@ -31,7 +32,10 @@ impl ControlEngine {
         options: &Options,
         find: impl Fn() -> Option<String> + Send + Sync + 'static,
     ) -> ControlEngine {
-        let over_grpc = || ControlWay(Arc::new(ControlClient::new(options.trust.clone())));
+        let over_grpc = || {
+            let client = ControlClient::new(options.trust.clone()).connecting_from(options.source);
+            ControlWay(Arc::new(client))
+        };
         ControlEngine { plane: options.control.clone().unwrap_or_else(over_grpc), find: Box::new(find) }
     }
 }
@@ -90,29 +94,6 @@ impl Engine for ControlEngine {
 
 impl Administration for ControlEngine {
     fn administer(&self, request: AdminRequest, _: Instant) -> BoxCall<'_, AdminReply> {
-        Box::new(AdminCall { plane: &*self.plane.0, find: &self.find, request, is_repeated: false })
-    }
-}
-
-/// An administrative request, with its attempts.
-struct AdminCall<'a> {
-    plane: &'a dyn ControlPlane,
-    find: &'a FindControl,
-    request: AdminRequest,
-    /// Whether an attempt was made, which may have taken effect.
-    is_repeated: bool,
-}
-
-impl Call<AdminReply> for AdminCall<'_> {
-    fn attempt(&mut self) -> BoxFuture<'_, Result<AdminReply>> {
-        Box::pin(async {
-            let endpoint = (self.find)();
-            let is_repeated = std::mem::replace(&mut self.is_repeated, true);
-            let answer = self.plane.administer(endpoint.as_deref(), self.request.clone(), is_repeated).await;
-            answer.map_err(|e| match e {
-                ControlError::Refused(error) => Error::Node(error),
-                other => Error::Control(other),
-            })
-        })
+        Box::new(AdminCall::new(&*self.plane.0, || Ok((self.find)()), request))
     }
 }

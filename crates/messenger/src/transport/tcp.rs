@@ -5,7 +5,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
 use base::BoxFuture;
-use tokio::net::{TcpListener, TcpSocket, TcpStream, lookup_host};
+use tokio::net::{TcpListener, TcpStream};
 
 use super::{Acceptor, ConnectTicket, TicketOffice, Transport, Wire};
 
@@ -45,33 +45,11 @@ impl Transport for Tcp {
         _: Option<&'a ConnectTicket>,
     ) -> BoxFuture<'a, io::Result<Wire>> {
         Box::pin(async move {
-            let stream = match self.source {
-                None => TcpStream::connect(endpoint).await?,
-                Some(source) => connect_from(source, endpoint).await?,
-            };
+            let stream = base::dial::tcp(endpoint, self.source).await?;
             let peer = stream.peer_addr()?;
             wire(stream, peer)
         })
     }
-}
-
-/// Connects from `source` to the first address of `endpoint` that has the same address family and
-/// answers.
-async fn connect_from(source: IpAddr, endpoint: &str) -> io::Result<TcpStream> {
-    let mut last = io::Error::new(
-        io::ErrorKind::AddrNotAvailable,
-        format!("the endpoint has no address of the same family as {source}"),
-    );
-    for address in lookup_host(endpoint).await?.filter(|a| a.is_ipv4() == source.is_ipv4()) {
-        let socket = if source.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
-        let bound = socket.bind(SocketAddr::new(source, 0));
-        bound.map_err(|e| io::Error::new(e.kind(), format!("cannot connect from {source}: {e}")))?;
-        match socket.connect(address).await {
-            Ok(stream) => return Ok(stream),
-            Err(e) => last = e,
-        }
-    }
-    Err(last)
 }
 
 impl Acceptor for TcpAcceptor {

@@ -10,7 +10,6 @@
 //! has the session's capability. `read_sizes` estimates how much of its memory a read
 //! fills.
 
-mod administration;
 mod call;
 mod capabilities;
 mod chunks;
@@ -37,13 +36,13 @@ use wire::{
     ReplyBody, UploadId,
 };
 
+use super::administration::AdminCall;
 use super::{
     Administration, BoxCall, Capabilities, ChangeRequest, Engine, EngineLimits, NO_DESCRIPTORS, ReadReply,
     ReadRequest, Refused, Sink,
 };
 use crate::options::ControlWay;
 use crate::{Error, Options, Result};
-use administration::ControlCall;
 use call::NativeCall;
 use chunks::BlockWindow;
 use opening::SessionDialer;
@@ -210,8 +209,7 @@ impl Engine for NativeEngine {
 
 impl Administration for NativeEngine {
     fn administer(&self, request: AdminRequest, _: Instant) -> BoxCall<'_, AdminReply> {
-        let (session, plane) = (&self.session, &*self.control.0);
-        Box::new(ControlCall { session, plane, request, is_repeated: false })
+        Box::new(AdminCall::new(&*self.control.0, || self.session.control(), request))
     }
 }
 

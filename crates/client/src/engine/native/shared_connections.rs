@@ -83,7 +83,10 @@ impl SharedConnections {
 
     /// Returns the way to the control plane over gRPC, which all sessions share.
     pub(super) fn control(&self, options: &Options) -> ControlWay {
-        let over_grpc = || ControlWay(Arc::new(ControlClient::new(options.trust.clone())));
+        let over_grpc = || {
+            let client = ControlClient::new(options.trust.clone()).connecting_from(options.source);
+            ControlWay(Arc::new(client))
+        };
         self.0.control.get_or_init(over_grpc).clone()
     }
 

@@ -281,7 +281,7 @@ impl Case {
             {
                 "no"
             }
-            Err(Error::NotAdministrator { user, what })
+            Err(Error::NotAdministrator { user, what, .. })
                 if user == caller && self.names_memory() && what.contains("memory of a third party") =>
             {
                 "no"

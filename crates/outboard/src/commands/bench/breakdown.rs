@@ -109,6 +109,7 @@ mod tests {
             osd_pid: pid,
             uptime_seconds: 1,
             map_epoch: 1,
+            accepts_altered_map: false,
             targets: Vec::new(),
             pools: Vec::new(),
             paths: Vec::new(),
