@@ -11,7 +11,11 @@ use crate::common::{Node, STAGING, data};
 #[tokio::test]
 async fn many_large_writes_and_reads_succeed_with_little_staging_memory() {
     let node = Node::start();
-    let (_client, pool) = node.pool().await;
+    // An emulated machine needs up to two minutes to send a GiB over soft-RoCE.
+    let options = Options { request_timeout: Duration::from_secs(300), ..Options::default() };
+    let client = node.client_with(options).await;
+    client.create_pool("pool").await.unwrap();
+    let pool = client.pool("pool").unwrap();
     let bytes = data(16 << 20, 1);
     let puts: FuturesUnordered<_> = (0..64)
         .map(|i| {
