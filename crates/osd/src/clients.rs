@@ -1,4 +1,4 @@
-//! [`Clients`]: the connections of a shard, and the sessions that are attached to them.
+//! [`Clients`]: the connections of a shard, and the sessions that are bound to them.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -9,7 +9,7 @@ use messenger::{Connection, PeerInfo};
 use tokio::sync::Semaphore;
 use wire::SessionId;
 
-use crate::sessions::AttachmentNumber;
+use crate::sessions::BindingNumber;
 use crate::task::spawn;
 
 /// Number that identifies a connection to this shard.
@@ -17,8 +17,8 @@ pub(crate) type ConnectionId = u64;
 
 /// A session on a connection of the shard.
 #[derive(Clone)]
-pub(crate) struct SessionAttachment {
-    pub(crate) number: AttachmentNumber,
+pub(crate) struct SessionBinding {
+    pub(crate) number: BindingNumber,
     pub(crate) connection: ConnectionId,
     /// Number of the session on the connection.
     pub(crate) strand: u32,
@@ -34,12 +34,12 @@ pub(crate) struct Clients(RefCell<ClientTable>);
 struct ClientTable {
     last: ConnectionId,
     open: BTreeMap<ConnectionId, OpenConnection>,
-    attached: HashMap<SessionId, SessionAttachment>,
+    bound: HashMap<SessionId, SessionBinding>,
 }
 
 struct OpenConnection {
     connection: Weak<dyn Connection>,
-    /// Number of sessions that are attached to the connection.
+    /// Number of sessions that are bound to the connection.
     sessions: usize,
     /// Whether a session is being opened on the connection.
     is_opening: bool,
@@ -58,47 +58,43 @@ impl Clients {
         id
     }
 
-    /// Removes a connection that has ended. Only sessions that are being closed may still be attached
+    /// Removes a connection that has ended. Only sessions that are being closed may still be bound
     /// to it.
     pub(crate) fn disconnected(&self, connection: ConnectionId) {
         self.0.borrow_mut().open.remove(&connection);
     }
 
-    /// Ends an attachment of a session. Returns whether it was the session's current one.
-    pub(crate) fn detach(&self, session: SessionId, number: AttachmentNumber) -> bool {
-        let is_current = self.is_attached(session, number);
+    /// Ends a binding of a session. Returns whether it was the session's current one.
+    pub(crate) fn unbind(&self, session: SessionId, number: BindingNumber) -> bool {
+        let is_current = self.is_bound(session, number);
         if is_current {
             self.0.borrow_mut().remove(session);
         }
         is_current
     }
 
-    /// Attaches a session to a connection, which waits for this and therefore stays in the table. From
-    /// then on, the shard refuses the session's requests on an earlier attachment.
-    pub(crate) fn attach(&self, session: SessionId, attachment: SessionAttachment) {
+    /// Binds a session to a connection, which waits for this and therefore stays in the table. From
+    /// then on, the shard refuses the session's requests on an earlier binding.
+    pub(crate) fn bind(&self, session: SessionId, binding: SessionBinding) {
         let mut table = self.0.borrow_mut();
         let earlier = table.remove(session);
-        let number = attachment.number;
-        assert!(earlier.is_none_or(|earlier| earlier.number < number), "attachments have growing numbers");
-        let open = table.open.get_mut(&attachment.connection).expect("the connection waits for its session");
+        let number = binding.number;
+        assert!(earlier.is_none_or(|earlier| earlier.number < number), "bindings have growing numbers");
+        let open = table.open.get_mut(&binding.connection).expect("the connection waits for its session");
         open.sessions += 1;
-        table.attached.insert(session, attachment);
+        table.bound.insert(session, binding);
     }
 
-    /// Ends the session's attachment on this shard, unless it is newer than `newest`. Returns it.
-    pub(crate) fn end_session(
-        &self,
-        session: SessionId,
-        newest: AttachmentNumber,
-    ) -> Option<SessionAttachment> {
+    /// Ends the session's binding on this shard, unless it is newer than `newest`. Returns it.
+    pub(crate) fn end_session(&self, session: SessionId, newest: BindingNumber) -> Option<SessionBinding> {
         let mut table = self.0.borrow_mut();
-        let is_meant = table.attached.get(&session).is_some_and(|now| now.number <= newest);
+        let is_meant = table.bound.get(&session).is_some_and(|now| now.number <= newest);
         is_meant.then(|| table.remove(session)).flatten()
     }
 
-    /// Returns whether this is the session's current attachment.
-    pub(crate) fn is_attached(&self, session: SessionId, number: AttachmentNumber) -> bool {
-        self.0.borrow().attached.get(&session).is_some_and(|now| now.number == number)
+    /// Returns whether this is the session's current binding.
+    pub(crate) fn is_bound(&self, session: SessionId, number: BindingNumber) -> bool {
+        self.0.borrow().bound.get(&session).is_some_and(|now| now.number == number)
     }
 
     /// Notes that a session is being opened on a connection, or that this has ended.
@@ -118,7 +114,7 @@ impl Clients {
         }
     }
 
-    /// Returns the number of sessions that are attached to a connection.
+    /// Returns the number of sessions that are bound to a connection.
     pub(crate) fn sessions_on(&self, id: ConnectionId) -> usize {
         self.0.borrow().open.get(&id).map_or(0, |open| open.sessions)
     }
@@ -130,9 +126,9 @@ impl Clients {
         Some((open.connection.upgrade()?, open.sessions > 0 || open.is_opening))
     }
 
-    /// Returns the number of sessions that are attached to a connection.
+    /// Returns the number of sessions that are bound to a connection.
     pub(crate) fn sessions(&self) -> u32 {
-        self.0.borrow().attached.len() as u32
+        self.0.borrow().bound.len() as u32
     }
 
     /// Returns the number of sessions whose connection uses one-sided transfers for bulk data now.
@@ -145,9 +141,9 @@ impl Clients {
 }
 
 impl ClientTable {
-    /// Removes the attachment of a session.
-    fn remove(&mut self, session: SessionId) -> Option<SessionAttachment> {
-        let removed = self.attached.remove(&session)?;
+    /// Removes the binding of a session.
+    fn remove(&mut self, session: SessionId) -> Option<SessionBinding> {
+        let removed = self.bound.remove(&session)?;
         // The connection may have ended while the session was being closed.
         if let Some(open) = self.open.get_mut(&removed.connection) {
             open.sessions -= 1;

@@ -12,12 +12,12 @@ use wire::{SessionId, SessionInfo};
 use crate::age::Age;
 use crate::audit_log::{AuditEvent, AuditKind};
 use crate::change_map::MapKeeper;
-use crate::clients::{ConnectionId, SessionAttachment};
+use crate::clients::{ConnectionId, SessionBinding};
 use crate::config::OsdConfig;
 use crate::mailbox::ShardGone;
 use crate::map::{MISSING_STEP, MapStore, PoolRecord, TargetMapStore};
 use crate::seal::Seal;
-use crate::sessions::{AboutSession, AttachmentNumber, OpenedSession, SessionOwner, SessionSlots, Shortages};
+use crate::sessions::{AboutSession, BindingNumber, OpenedSession, SessionOwner, SessionSlots, Shortages};
 use crate::shard::{NodeBasis, Shard};
 use crate::start_error::StartError;
 use crate::target::Target;
@@ -83,14 +83,14 @@ impl Osd {
     }
 
     /// Opens a session on a connection of any shard. When this function returns, all shards know the
-    /// session. Returns its id, and the number of its attachment to the connection.
+    /// session. Returns its id, and the number of its binding to the connection.
     pub(crate) async fn open_session(
         &self,
         presented: Option<SessionId>,
         connection: OpeningConnection,
-    ) -> wire::Result<(SessionId, AttachmentNumber)> {
+    ) -> wire::Result<(SessionId, BindingNumber)> {
         let OpeningConnection { shard: on, id: connection, strand, peer, owner, about, room } = connection;
-        let OpenedSession { id, attachment: number, evicted } =
+        let OpenedSession { id, binding: number, evicted } =
             self.slots.borrow_mut().open(presented, on, ((about.tenant, peer), &owner))?;
         if presented.is_none() {
             self.shard.config.audit.record(|| AuditEvent {
@@ -113,7 +113,7 @@ impl Osd {
             shard.presence.opened(id);
             if shard.share.shard() == on {
                 let room = Arc::clone(&room);
-                shard.clients.attach(id, SessionAttachment { number, connection, strand, room });
+                shard.clients.bind(id, SessionBinding { number, connection, strand, room });
             }
         });
         known.await?;
@@ -175,9 +175,9 @@ impl Osd {
         Ok(told.await?)
     }
 
-    /// Records that an attachment of a session has ended.
-    pub(crate) fn session_left(&self, session: SessionId, shard: u16, attachment: AttachmentNumber) {
-        if self.slots.borrow_mut().left(session, shard, attachment) {
+    /// Records that a binding of a session has ended.
+    pub(crate) fn session_left(&self, session: SessionId, shard: u16, binding: BindingNumber) {
+        if self.slots.borrow_mut().left(session, shard, binding) {
             drop(self.shard.tell_each(move |shard| shard.presence.left(session)));
         }
     }
@@ -190,7 +190,7 @@ impl Osd {
     /// Ends a session that its client has closed, on all shards. The session stays known until its
     /// requests in progress have finished: until then, the collector keeps the parts of its uploads.
     pub(crate) async fn close_session(&self, session: SessionId) -> Result<(), ShardGone> {
-        let newest = self.slots.borrow().newest_attachment();
+        let newest = self.slots.borrow().newest_binding();
         self.shard.each(move |shard| shard.end_session(session, newest)).await?;
         if self.slots.borrow_mut().close(session, newest) {
             self.shard.tell_each(move |shard| shard.presence.forget(session)).await?;

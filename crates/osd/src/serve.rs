@@ -27,7 +27,7 @@ use crate::pg::Origin;
 use crate::pool::ActivePool;
 use crate::pull_choice::{ChosenPull, PullWay};
 use crate::request::RequestContext;
-use crate::sessions::AttachmentNumber;
+use crate::sessions::BindingNumber;
 use crate::shard::Shard;
 use crate::task::spawn;
 use crate::times::RequestKind;
@@ -62,7 +62,7 @@ struct Served {
 /// A session on a connection.
 struct ServedStrand {
     session: SessionId,
-    attachment: AttachmentNumber,
+    binding: BindingNumber,
     rights: Rc<SessionRights>,
     /// One permit for each request of the session on this connection that may be in progress.
     room: Arc<Semaphore>,
@@ -73,15 +73,15 @@ struct ServedStrand {
 impl ServedStrand {
     /// Returns whether the shard accepts requests of the session on this strand.
     fn is_current(&self, shard: &Shard) -> bool {
-        shard.clients.is_attached(self.session, self.attachment)
+        shard.clients.is_bound(self.session, self.binding)
     }
 
     /// Ends the strand. Its session may continue on another one.
     fn end(self, shard: &Rc<Shard>) {
-        let ServedStrand { session, attachment, .. } = self;
-        if shard.clients.detach(session, attachment) {
+        let ServedStrand { session, binding, .. } = self;
+        if shard.clients.unbind(session, binding) {
             let on = shard.share.shard();
-            shard.tell_first(move |osd| osd.session_left(session, on, attachment));
+            shard.tell_first(move |osd| osd.session_left(session, on, binding));
         }
     }
 }
@@ -283,13 +283,13 @@ impl Served {
         self.shard.clients.set_opening(self.id, true);
         let opened = self.shard.on_first(opening).await;
         self.shard.clients.set_opening(self.id, false);
-        let (session, attachment) = opened?.map_err(|e| match e {
+        let (session, binding) = opened?.map_err(|e| match e {
             e @ Error::SessionRefused { .. } => self.refuse("resume a session", e),
             e => e,
         })?;
-        let opened = ServedStrand { session, attachment, rights, room, heard: Instant::now() };
+        let opened = ServedStrand { session, binding, rights, room, heard: Instant::now() };
         if let Some(before) = self.strands.insert(strand, opened) {
-            // If an earlier session stayed attached, it would keep its slot forever.
+            // If an earlier session stayed bound, it would keep its slot forever.
             before.end(&self.shard);
         }
         let endpoint = self.shard.endpoint().expect("an osd with connections has ports");

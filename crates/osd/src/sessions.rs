@@ -12,8 +12,8 @@ use wire::{Error, SessionId};
 /// session whose address already has its fair share of slots.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Number of an attachment: a session on one connection. Later attachments have greater numbers.
-pub(crate) type AttachmentNumber = u64;
+/// Number of a binding: a session on one connection. Later bindings have greater numbers.
+pub(crate) type BindingNumber = u64;
 
 /// Table of the sessions that the osd knows now. Placement groups store the durable state of
 /// sessions.
@@ -31,15 +31,15 @@ pub(crate) struct SessionSlots {
     last: u32,
     /// The sessions that operators have ended last, in this order. They cannot be resumed.
     killed: VecDeque<SessionId>,
-    attachments: AttachmentNumber,
+    bindings: BindingNumber,
     shortages: Shortages,
 }
 
 /// A session that has a slot.
 #[derive(Default)]
 struct KnownSession {
-    /// The newest attachment on each shard.
-    attachments: BTreeMap<u16, AttachmentNumber>,
+    /// The newest binding on each shard.
+    bindings: BTreeMap<u16, BindingNumber>,
     about: AboutSession,
 }
 
@@ -86,7 +86,7 @@ pub(crate) struct Shortages {
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct OpenedSession {
     pub(crate) id: SessionId,
-    pub(crate) attachment: AttachmentNumber,
+    pub(crate) binding: BindingNumber,
     /// The session that lost its slot to this one. The caller must close its connections.
     pub(crate) evicted: Option<SessionId>,
 }
@@ -101,13 +101,14 @@ impl SessionSlots {
             dpu_key,
             last: 0,
             killed: VecDeque::new(),
-            attachments: 0,
+            bindings: 0,
             shortages: Shortages::default(),
         }
     }
 
-    /// Attaches a session to a connection of a shard: the session that the client presents, or a new
-    /// one. The client belongs to a tenant, and has an address. If all slots are taken, another session may lose its slot by the rules of [`Budget`].
+    /// Binds a session to a connection of a shard: the session that the client presents, or a new
+    /// one. The client belongs to a tenant, and has an address. If all slots are taken, another session
+    /// may lose its slot by the rules of [`Budget`].
     pub(crate) fn open(
         &mut self,
         presented: Option<SessionId>,
@@ -134,18 +135,18 @@ impl SessionSlots {
             }
         })?;
         if let Some(session) = evicted.and_then(|evicted| self.known.remove(&evicted))
-            && !session.attachments.is_empty()
+            && !session.bindings.is_empty()
         {
             self.shortages.reclaimed += 1;
         }
-        self.attachments += 1;
-        self.known.entry(id).or_default().attachments.insert(shard, self.attachments);
+        self.bindings += 1;
+        self.known.entry(id).or_default().bindings.insert(shard, self.bindings);
         assert_eq!(
             self.known.len(),
             self.places.taken(),
             "the table contains exactly the sessions with a slot"
         );
-        Ok(OpenedSession { id, attachment: self.attachments, evicted })
+        Ok(OpenedSession { id, binding: self.bindings, evicted })
     }
 
     /// Notes what operators see of a session that has a slot.
@@ -158,7 +159,7 @@ impl SessionSlots {
     /// Returns the sessions, ordered by id, with the number of their connections.
     pub(crate) fn list(&self) -> Vec<(SessionId, &AboutSession, usize)> {
         let mut all: Vec<_> =
-            self.known.iter().map(|(id, known)| (*id, &known.about, known.attachments.len())).collect();
+            self.known.iter().map(|(id, known)| (*id, &known.about, known.bindings.len())).collect();
         all.sort_by_key(|(id, ..)| *id);
         all
     }
@@ -201,16 +202,16 @@ impl SessionSlots {
         place <= (self.generation, self.last) && id == session_id(&self.dpu_key, place, owner)
     }
 
-    /// Returns the number of the newest attachment of all sessions.
-    pub(crate) fn newest_attachment(&self) -> AttachmentNumber {
-        self.attachments
+    /// Returns the number of the newest binding of all sessions.
+    pub(crate) fn newest_binding(&self) -> BindingNumber {
+        self.bindings
     }
 
     /// Forgets a session that its client has closed. Returns false, and keeps the session, if its
-    /// client has opened it again: if it has an attachment newer than `newest`.
-    pub(crate) fn close(&mut self, session: SessionId, newest: AttachmentNumber) -> bool {
+    /// client has opened it again: if it has a binding newer than `newest`.
+    pub(crate) fn close(&mut self, session: SessionId, newest: BindingNumber) -> bool {
         let known = self.known.get(&session);
-        if known.is_some_and(|known| known.attachments.values().any(|number| *number > newest)) {
+        if known.is_some_and(|known| known.bindings.values().any(|number| *number > newest)) {
             return false;
         }
         self.known.remove(&session);
@@ -218,11 +219,11 @@ impl SessionSlots {
         true
     }
 
-    /// Records that an attachment has ended. Returns whether the session has no other attachment.
-    pub(crate) fn left(&mut self, session: SessionId, shard: u16, attachment: AttachmentNumber) -> bool {
+    /// Records that a binding has ended. Returns whether the session has no other binding.
+    pub(crate) fn left(&mut self, session: SessionId, shard: u16, binding: BindingNumber) -> bool {
         let Some(known) = self.known.get_mut(&session) else { return false };
-        let connections = &mut known.attachments;
-        if connections.get(&shard) != Some(&attachment) {
+        let connections = &mut known.bindings;
+        if connections.get(&shard) != Some(&binding) {
             return false;
         }
         connections.remove(&shard);
@@ -321,7 +322,7 @@ mod tests {
         );
         // A disconnected session loses its slot first. The session that lost its slot earlier can
         // be opened again.
-        assert!(sessions.left(crowd[0].id, 0, crowd[0].attachment));
+        assert!(sessions.left(crowd[0].id, 0, crowd[0].binding));
         let back = sessions.open(Some(crowd[1].id), 0, (A, &first())).unwrap();
         assert_eq!((back.id, back.evicted), (crowd[1].id, Some(crowd[0].id)));
         assert_eq!(sessions.shortages(), Shortages { reclaimed: 1, refused: 1 });
@@ -337,18 +338,18 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_session_leaves_when_its_newest_attachments_on_all_shards_have_ended() {
+    async fn a_session_leaves_when_its_newest_bindings_on_all_shards_have_ended() {
         let mut sessions = slots();
         let opened = sessions.open(None, 0, (A, &first())).unwrap();
         let second = sessions.open(Some(opened.id), 1, (A, &first())).unwrap();
         let again = sessions.open(Some(opened.id), 1, (A, &first())).unwrap();
-        assert!(!sessions.left(opened.id, 1, second.attachment), "a newer attachment took its place");
-        assert!(!sessions.left(opened.id, 0, opened.attachment), "shard 1 has an attachment");
-        assert!(sessions.left(opened.id, 1, again.attachment));
-        assert!(!sessions.left(opened.id, 1, again.attachment), "an attachment ends once");
-        let newest = sessions.newest_attachment();
+        assert!(!sessions.left(opened.id, 1, second.binding), "a newer binding took its place");
+        assert!(!sessions.left(opened.id, 0, opened.binding), "shard 1 has a binding");
+        assert!(sessions.left(opened.id, 1, again.binding));
+        assert!(!sessions.left(opened.id, 1, again.binding), "a binding ends once");
+        let newest = sessions.newest_binding();
         sessions.open(Some(opened.id), 1, (A, &first())).unwrap();
         assert!(!sessions.close(opened.id, newest), "the session was opened again");
-        assert!(sessions.close(opened.id, sessions.newest_attachment()));
+        assert!(sessions.close(opened.id, sessions.newest_binding()));
     }
 }

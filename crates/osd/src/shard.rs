@@ -35,7 +35,7 @@ use crate::pull_choice::PullChoices;
 use crate::rebuilds::Rebuilds;
 use crate::request_count::RequestCount;
 use crate::scrubs::Scrubs;
-use crate::sessions::AttachmentNumber;
+use crate::sessions::BindingNumber;
 use crate::share::GroupShare;
 use crate::sole_target::SoleTarget;
 use crate::space::SpaceReclaim;
@@ -385,19 +385,19 @@ impl Shard {
     }
 
     /// Ends a session that its client has closed, in the placement groups of this shard. Ends the
-    /// session's attachment at once, unless it is newer than `newest`. The future waits until the
+    /// session's binding at once, unless it is newer than `newest`. The future waits until the
     /// session's requests in progress have finished. The client must send no more retries.
     pub(crate) fn end_session(
         self: Rc<Self>,
         session: SessionId,
-        newest: AttachmentNumber,
+        newest: BindingNumber,
     ) -> impl Future<Output = ()> + 'static {
         let ended = self.clients.end_session(session, newest);
         async move {
-            if let Some(attachment) = ended {
+            if let Some(binding) = ended {
                 let all = u32::try_from(self.config.requests_per_connection).unwrap_or(u32::MAX);
                 // Acquiring fails only if the semaphore was closed, and nothing closes it.
-                let _ = attachment.room.acquire_many(all).await;
+                let _ = binding.room.acquire_many(all).await;
             }
             // Changes may be in progress on connections that have ended.
             self.in_flight.until_idle(session).await;
@@ -431,16 +431,16 @@ impl Shard {
     /// Detaches a session that has lost its slot. Closes its connection, unless other sessions use it:
     /// then tells the client on the strand of the session.
     pub(crate) fn evict(&self, session: SessionId) {
-        let Some(attachment) = self.clients.end_session(session, AttachmentNumber::MAX) else { return };
+        let Some(binding) = self.clients.end_session(session, BindingNumber::MAX) else { return };
         metrics::counter!("outboard_osd_sessions_reclaimed_total").increment(1);
-        let Some((connection, is_shared)) = self.clients.connection(attachment.connection) else { return };
+        let Some((connection, is_shared)) = self.clients.connection(binding.connection) else { return };
         spawn(async move {
             if !is_shared {
                 return connection.close().await;
             }
             let result =
                 Err(wire::Error::NoSession("it has lost its slot, or an operator has ended it".into()));
-            let header = wire::encode_reply(&Reply { strand: attachment.strand, seq: 0, result });
+            let header = wire::encode_reply(&Reply { strand: binding.strand, seq: 0, result });
             // If the connection is lost, the client resumes the session, and gets the refusal then.
             drop(connection.send(Message { header, payload: Payload::default() }).await);
         });
