@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use base::clock::WallClock;
+use control::ControlClient;
 use identity::Trust;
 
 use crate::engine::{ControlPlane, EngineLimits};
@@ -11,6 +12,14 @@ use crate::engine::{ControlPlane, EngineLimits};
 /// A way to the node's control plane.
 #[derive(Clone)]
 pub struct ControlWay(pub Arc<dyn ControlPlane>);
+
+impl ControlWay {
+    /// The way over gRPC, with the identity and the local address of a client.
+    pub(crate) fn over_grpc(options: &Options) -> ControlWay {
+        let client = ControlClient::new(options.trust.clone()).connecting_from(options.source);
+        ControlWay(Arc::new(client))
+    }
+}
 
 impl std::fmt::Debug for ControlWay {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -57,7 +66,8 @@ pub struct Options {
     pub clock: WallClock,
     /// The way to the node's control plane. `None` means gRPC.
     pub control: Option<ControlWay>,
-    /// Local address of the TCP connections to the data path and to the control plane; `None` lets the operating system choose one.
+    /// Local address of TCP connections, also of those to the control plane; `None` lets the operating
+    /// system choose one.
     pub source: Option<std::net::IpAddr>,
 }
 

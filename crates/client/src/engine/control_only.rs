@@ -1,9 +1,6 @@
 //! [`ControlEngine`]: administers a node over its control plane, without a session.
 
-use std::sync::Arc;
-
 use base::BoxFuture;
-use control::ControlClient;
 use tokio::time::Instant;
 use wire::{AdminReply, AdminRequest, List, Listed, Mutated, Query, QueryAnswer, UploadId};
 
@@ -32,11 +29,10 @@ impl ControlEngine {
         options: &Options,
         find: impl Fn() -> Option<String> + Send + Sync + 'static,
     ) -> ControlEngine {
-        let over_grpc = || {
-            let client = ControlClient::new(options.trust.clone()).connecting_from(options.source);
-            ControlWay(Arc::new(client))
-        };
-        ControlEngine { plane: options.control.clone().unwrap_or_else(over_grpc), find: Box::new(find) }
+        ControlEngine {
+            plane: options.control.clone().unwrap_or_else(|| ControlWay::over_grpc(options)),
+            find: Box::new(find),
+        }
     }
 }
 

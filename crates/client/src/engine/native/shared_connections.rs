@@ -9,7 +9,6 @@ use std::time::Duration;
 
 use base::collections::HashMap;
 use base::thread::ThreadClass;
-use control::ControlClient;
 use messenger::{
     ConnectOptions, Connection, ConnectionEvent, Incoming, Message, MessengerError, NetworkStack,
     StackOptions, UseAs,
@@ -83,11 +82,7 @@ impl SharedConnections {
 
     /// Returns the way to the control plane over gRPC, which all sessions share.
     pub(super) fn control(&self, options: &Options) -> ControlWay {
-        let over_grpc = || {
-            let client = ControlClient::new(options.trust.clone()).connecting_from(options.source);
-            ControlWay(Arc::new(client))
-        };
-        self.0.control.get_or_init(over_grpc).clone()
+        self.0.control.get_or_init(|| ControlWay::over_grpc(options)).clone()
     }
 
     /// Returns a new strand of the connection to an endpoint, which is opened if there is none.
