@@ -11,7 +11,7 @@ use crate::common::{Node, STAGING, data};
 #[tokio::test]
 async fn many_large_writes_and_reads_succeed_with_little_staging_memory() {
     let node = Node::start();
-    // An emulated machine needs up to two minutes to send a GiB over soft-RoCE.
+    // An emulated machine may need more than the default of a minute to send a GiB over soft-RoCE.
     let options = Options { request_timeout: Duration::from_secs(300), ..Options::default() };
     let client = node.client_with(options).await;
     client.create_pool("pool").await.unwrap();
