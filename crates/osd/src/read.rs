@@ -194,12 +194,20 @@ impl ObjectRead<'_> {
         patiently(&self.place, self.patience(), attempt).await
     }
 
+    /// Returns the data of the first segment.
+    ///
+    /// # Errors
+    /// [`Fail::Withdrawn`] if the version that the segment shows may never have become durable.
     async fn finish_first(&self, first: Begun<'_>) -> StepResult<Payload> {
         let (at, len, info, incarnation) = (first.at, first.len, first.info, first.incarnation);
         match self.finish(first).await {
             Err(Fail::Lost(_)) => {
                 self.place.pg.backing.lost(incarnation);
-                self.segment(at, len, info.version).await
+                match self.segment(at, len, info.version).await {
+                    // The version may have been that of a pending change which failed.
+                    Err(Fail::Refused(Error::Changed { .. })) => Err(Fail::Withdrawn),
+                    outcome => outcome,
+                }
             }
             outcome => outcome,
         }

@@ -88,6 +88,11 @@ const OTHER_SEEDS: &[(u64, &str, &str)] = &[
     (2856034186, "lying-flush,shards", "7bfd0991"),
     // The array: damage of an object that was being changed closed its whole group.
     (2856035301, "lying-flush,shards", "67d52daf"),
+    // The osd: a read chose the version of a pending change, which then failed after the store was
+    // lost; the read was refused as if the object had changed.
+    (261643, "", "8d4e4e4c"),
+    // The simulator: one written byte was the same as the byte that it replaced.
+    (261352, "", "8d4e4e4c"),
 ];
 
 /// Runs the program. Returns its output, and whether it has succeeded.

@@ -178,6 +178,28 @@ fn a_change_without_a_trace_explains_a_later_state() {
 }
 
 #[test]
+fn a_short_write_may_contain_the_bytes_that_it_replaces() {
+    let mut story = Story::new();
+    let old = story.put(100, 1);
+    let origin = |fill: Fill| DataOrigin::Fill { id: fill.id, at: 0 };
+    let twin = loop {
+        let fill = story.fill(1);
+        if origin(fill).common(&origin(old), 1) == 1 {
+            break fill;
+        }
+    };
+    story.call(ChangeCall::new(object()).write(0, twin), changed(2, 100));
+    // A reader cannot tell the two apart.
+    story.call(read(), data(2, &[old]));
+    story.accept();
+    let mut other = story.clone();
+    let different = other.fill(8);
+    other.call(ChangeCall::new(object()).write(0, different), changed(3, 100));
+    other.call(read(), data(3, &[old]));
+    other.reject(Rule::Linearizable);
+}
+
+#[test]
 fn each_change_increases_the_version_even_without_an_effect() {
     for (version, is_valid) in [(1, false), (2, true)] {
         let mut story = Story::new();

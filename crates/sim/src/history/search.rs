@@ -668,28 +668,27 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// Returns whether a change to a version leaves all data in place that a later version shows.
+    /// Returns whether a change to a version leaves all bytes in place that a later version shows.
+    /// Other data with the same bytes may replace them: short data is equal by chance.
     fn keeps_traces(&self, old: &State, new: &State, version: u64) -> bool {
         let Some(old) = old.as_ref().filter(|_| self.looks_ahead) else { return true };
-        let fill_runs = |state: &'_ ModelledObject<Seen>| -> Vec<(u32, Range<u64>)> {
-            let run = |(len, piece): &(u64, DataOrigin)| match piece {
-                DataOrigin::Fill { id, at } => Some((*id, *at..at + len)),
-                DataOrigin::Zeros | DataOrigin::Raw(_) => None,
-            };
-            state.data.runs().iter().filter_map(run).collect()
-        };
-        let left = new.as_ref().map(fill_runs).unwrap_or_default();
-        fill_runs(old).iter().filter(|run| !left.contains(run)).all(|(id, _)| {
+        let new = new.as_ref();
+        let mut end = 0;
+        old.data.runs().iter().all(|(len, piece)| {
+            let start = end;
+            end += len;
+            let DataOrigin::Fill { id, at } = piece else { return true };
             let mut traces = self.traces.get(id).into_iter().flatten();
             traces.all(|trace| {
-                let common = |range: &Range<u64>| {
-                    let (start, end) = (range.start.max(trace.range.start), range.end.min(trace.range.end));
-                    end.saturating_sub(start)
-                };
-                let runs = left.iter().filter(|(other, _)| other == id);
-                trace.version < version
-                    || runs.map(|(_, range)| common(range)).sum::<u64>()
-                        == trace.range.end - trace.range.start
+                let shown = trace.range.start.max(*at)..trace.range.end.min(at + len);
+                if trace.version < version || shown.is_empty() {
+                    return true;
+                }
+                let (offset, len) = (start + shown.start - at, shown.end - shown.start);
+                new.is_some_and(|new| {
+                    let expected = old.data.read(offset, len);
+                    new.data.read(offset, len).first_difference(&expected).is_none()
+                })
             })
         })
     }
