@@ -204,7 +204,7 @@ impl ObjectRead<'_> {
             Err(Fail::Lost(_)) => {
                 self.place.pg.backing.lost(incarnation);
                 match self.segment(at, len, info.version).await {
-                    // The version may have been that of a pending change which failed.
+                    // A pending change may have had this version, and has failed since.
                     Err(Fail::Refused(Error::Changed { .. })) => Err(Fail::Withdrawn),
                     outcome => outcome,
                 }

@@ -53,7 +53,8 @@ pub(crate) struct FaultStore {
     armed_after: AtomicBool,
     armed_flush: AtomicBool,
     armed_read: AtomicBool,
-    armed_late_read: AtomicBool,
+    /// Number of further reads that are delayed.
+    late_reads: AtomicU64,
     /// Number of further transactions with data that are refused for lack of space.
     full: AtomicU64,
     /// Number of further transactions with data that are refused as too large, so that no retry
@@ -66,7 +67,7 @@ pub(crate) struct FaultStore {
     /// Chooses requests that fail.
     refusal: Mutex<Option<Refusal>>,
     /// While this is true, no change becomes durable, and reads delayed by
-    /// [`FaultStore::arm_late_read`] wait.
+    /// [`FaultStore::arm_late_reads`] wait.
     held: watch::Sender<bool>,
     /// While this is true, writes of staged data wait.
     stages_held: watch::Sender<bool>,
@@ -109,7 +110,7 @@ impl FaultStore {
             armed_after: AtomicBool::new(false),
             armed_flush: AtomicBool::new(false),
             armed_read: AtomicBool::new(false),
-            armed_late_read: AtomicBool::new(false),
+            late_reads: AtomicU64::new(0),
             full: AtomicU64::new(0),
             refused: AtomicU64::new(0),
             full_for_map: AtomicBool::new(false),
@@ -216,10 +217,10 @@ impl FaultStore {
         self.armed_read.store(true, Ordering::SeqCst);
     }
 
-    /// Delays the next read until the store is no longer held. The test can end the store's session
-    /// before that.
-    pub(crate) fn arm_late_read(&self) {
-        self.armed_late_read.store(true, Ordering::SeqCst);
+    /// Delays the next `count` reads until the store is no longer held. The test can end the store's
+    /// session before that.
+    pub(crate) fn arm_late_reads(&self, count: u64) {
+        self.late_reads.store(count, Ordering::SeqCst);
     }
 
     /// Holds changes before they become durable, or releases them.
@@ -311,7 +312,8 @@ impl Submit for FaultStore {
             }
             StoreRequest::Read { ref cid, .. } => {
                 self.reads.fetch_add(u64::from(cid.as_bytes().starts_with(b"P")), Ordering::SeqCst);
-                if self.armed_late_read.swap(false, Ordering::SeqCst) {
+                let one_less = |left: u64| left.checked_sub(1);
+                if self.late_reads.fetch_update(Ordering::SeqCst, Ordering::SeqCst, one_less).is_ok() {
                     let (inner, late) = (Arc::clone(&self.inner), self.until_let_go());
                     return Box::pin(async move {
                         late.await;

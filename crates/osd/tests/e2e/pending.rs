@@ -2,6 +2,7 @@
 
 use base::block::Payload;
 use bytes::Bytes;
+use client::engine::{ReadReply, ReadRequest, Sink};
 use client::{Error, NodeError, Object};
 use wire::{Data, List, Mutation, ObjectReply, ObjectRequest, OpBytes, ReplyBody, RequestBody};
 
@@ -133,6 +134,42 @@ async fn overwrites_within_an_object_run_in_parallel_and_fail_independently() {
     assert!(matches!(refused, Err(Error::Node(NodeError::TooLarge { .. }))), "{refused:?}");
     taken.unwrap();
     assert_is(&object, &[&old[..BLOCK], &new[..], &old[2 * BLOCK..]].concat()).await;
+}
+
+/// Regression test: the read was refused as if the object had changed.
+#[tokio::test]
+async fn a_long_read_during_a_refused_write_returns_the_old_data_although_the_store_was_lost() {
+    let node = Node::start();
+    let object = object(&node).await;
+    // The osd reads the object in two segments.
+    let old = data(3 << 20, 1);
+    object.put(old.clone()).await.unwrap();
+    node.arm_refusal();
+    node.hold(true);
+    let fired = node.fired();
+    let refused = object.write(0, data(BLOCK, 2));
+    // The methods of `Object` would repeat a read that is refused.
+    let client = node.client().await;
+    let read = async {
+        node.waited(1).await;
+        node.stores.iter().for_each(|store| store.arm_late_reads(2));
+        let (name, sink) = ("pool/object".parse().unwrap(), Sink::Bytes);
+        let request = ReadRequest { name, part: None, offset: 0, len: 4 << 20, if_version: None, sink };
+        match client.read(request).await.unwrap() {
+            ReadReply::Data { chunks, .. } => chunks.concat(),
+            other => panic!("{other:?}"),
+        }
+    };
+    let lost = async {
+        // The write is pending, and both segments have been requested.
+        node.waited(3).await;
+        node.stores.iter().for_each(|store| store.end_session());
+        node.hold(false);
+    };
+    let (refused, read, ()) = tokio::join!(refused, read, lost);
+    assert!(node.fired() >= fired + 2, "the refusal and the loss fired");
+    assert!(matches!(refused, Err(Error::Node(NodeError::TooLarge { .. }))), "{refused:?}");
+    assert!(read == old);
 }
 
 /// Only the store knows whether the change took effect, and the store fails.

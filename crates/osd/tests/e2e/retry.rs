@@ -66,7 +66,7 @@ async fn a_read_during_which_its_store_restarts_does_not_mix_two_versions() {
     let object = node.object().await;
     let (old, new) = (data(8192, 1), data(12_288, 2));
     object.put(old.clone()).await.unwrap();
-    node.stores.iter().for_each(|s| s.arm_late_read());
+    node.stores.iter().for_each(|s| s.arm_late_reads(1));
     node.hold(true);
     let overwritten = async {
         node.waited(1).await;
