@@ -669,7 +669,7 @@ impl<'a> Search<'a> {
     }
 
     /// Returns whether a change to a version leaves all bytes in place that a later version shows.
-    /// Other data with the same bytes may replace them: short data is equal by chance.
+    /// Other data may replace them if it has the same bytes, as short data may have by chance.
     fn keeps_traces(&self, old: &State, new: &State, version: u64) -> bool {
         let Some(old) = old.as_ref().filter(|_| self.looks_ahead) else { return true };
         let new = new.as_ref();
