@@ -28,7 +28,6 @@ mod table;
 use std::sync::Arc;
 
 use base::BoxFuture;
-use control::ControlClient;
 use messenger::NetworkStack;
 use tokio::time::Instant;
 use wire::{
@@ -88,7 +87,7 @@ impl NativeEngine {
         endpoint: &str,
         options: &Options,
     ) -> Result<NativeEngine> {
-        let control = ControlWay(Arc::new(ControlClient::new(options.trust.clone())));
+        let control = ControlWay::over_grpc(options);
         NativeEngine::connect_by(SessionDialer::Own(stack), control, endpoint, options).await
     }
 
