@@ -25,6 +25,7 @@ use wire::CodingMode;
 
 use super::*;
 use crate::damaged_changes::{CERTAIN_AFTER, CERTAIN_ATTEMPTS};
+use crate::rebuild::OBJECTS;
 use crate::record::is_own;
 
 /// A store in memory whose reads wait while `held` is set.
@@ -514,6 +515,96 @@ async fn a_rebuild_ends_although_the_owners_metadata_object_changes() {
         rebuilt.unwrap();
         let rebuilt = *progress.borrow();
         assert_eq!(rebuilt.objects, 20, "{rebuilt:?}");
+    };
+    LocalSet::new().run_until(test).await;
+}
+
+/// The member takes part in the transactions, but cannot copy an object that it lacks.
+#[tokio::test]
+async fn a_copy_of_an_object_that_a_rebuilt_member_lacks_is_rebuilt_too() {
+    for is_blank in [false, true] {
+        let store = || Arc::new(HeldStore { inner: MemStore::new(), held: watch::Sender::new(false) });
+        let stores = [store(), store()];
+        let test = async {
+            let cid = CollectionId::new(&b"c"[..]).unwrap();
+            let shared = stores.iter().map(|store| Arc::clone(store) as Arc<dyn ObjectStore>);
+            let (group, targets) = group_over(&cid, "mirror:2", shared.collect()).await;
+            let array = Array::new(Rc::clone(&group));
+            targets[1].use_it(false);
+            let id = |name: String| ObjectId::new(name.into_bytes()).unwrap();
+            // A blank member receives all objects, because more than `dirty_max` have changed.
+            let count = if is_blank { 20 } else { 14 };
+            for n in 0..count {
+                array.queue_transaction(put(&cid, &id(format!("o{n:02}")), n)).await.unwrap();
+            }
+            group.bound_notes(false).await;
+            targets[1].use_it(true);
+            stores[0].held.send_replace(true);
+            let (pace, progress) = (Pace::new(0, 1), RefCell::default());
+            let copies = async {
+                while !group.rebuilds.is_running() {
+                    tokio::time::sleep(Duration::from_millis(1)).await;
+                }
+                let number = group.number();
+                // The rebuild has begun to copy the first objects, and holds them.
+                for n in OBJECTS as u8 + 1..count {
+                    // Some of the ids precede all objects, and the others follow them.
+                    let dst = id(format!("{}{n}", if n % 2 == 0 { "a" } else { "z" }));
+                    let copy = Transaction::new(cid.clone());
+                    let copy = copy.with(Op::Clone { src: id(format!("o{n:02}")), dst: dst.clone() });
+                    array
+                        .queue_transaction(copy.with(Op::Zero { oid: dst, offset: 0, len: 4096 }))
+                        .await
+                        .unwrap();
+                }
+                assert_eq!(group.number(), number, "no member has failed a transaction");
+                assert!(group.rebuilds.is_running(), "the copies precede the end of the rebuild");
+                stores[0].held.send_replace(false);
+            };
+            let (rebuilt, ()) = tokio::join!(group.rebuild(1, &pace, &progress), copies);
+            rebuilt.unwrap();
+            targets[0].use_it(false);
+            for n in OBJECTS as u8 + 1..count {
+                let dst = id(format!("{}{n}", if n % 2 == 0 { "a" } else { "z" }));
+                let read = array.read(&cid, &dst, 0, 8192, None).await.unwrap();
+                assert_eq!(read.contiguous(), [[0; 4096], [n; 4096]].concat(), "{dst}");
+                let read = array.read(&cid, &id(format!("o{n:02}")), 0, 8192, None).await.unwrap();
+                assert_eq!(read.contiguous(), vec![n; 8192]);
+            }
+        };
+        LocalSet::new().run_until(test).await;
+    }
+}
+
+#[tokio::test]
+async fn a_copy_of_an_object_that_does_not_exist_or_changes_is_refused() {
+    let test = async {
+        let cid = CollectionId::new(&b"c"[..]).unwrap();
+        let stores = (0..3).map(|_| Arc::new(MemStore::new()) as Arc<dyn ObjectStore>);
+        let array = array_over(&cid, "ec:2+1", stores.collect()).await;
+        let id = |name: &str| ObjectId::new(name.as_bytes().to_vec()).unwrap();
+        let copy = |src, dst| Transaction::new(cid.clone()).with(Op::Clone { src: id(src), dst: id(dst) });
+        let missing = array.queue_transaction(copy("none", "copy")).await;
+        assert!(matches!(missing, Err(StoreError::NoSuchObject(_))), "{missing:?}");
+        array.queue_transaction(put(&cid, &id("one"), 1)).await.unwrap();
+        array.queue_transaction(put(&cid, &id("two"), 2)).await.unwrap();
+        let existing = array.queue_transaction(copy("one", "two")).await;
+        assert!(matches!(existing, Err(StoreError::InvalidArgument(_))), "{existing:?}");
+        let changed = copy("one", "copy").with(Op::Truncate { oid: id("one"), size: 0 });
+        let changed = array.queue_transaction(changed).await;
+        assert!(matches!(changed, Err(StoreError::InvalidArgument(_))), "{changed:?}");
+        let guard = Op::GuardXattr { oid: id("one"), name: "v".into(), value: Some("x".into()) };
+        let mut guarded = copy("one", "copy");
+        guarded.ops.insert(0, guard);
+        let guarded = array.queue_transaction(guarded).await;
+        assert!(matches!(guarded, Err(StoreError::GuardFailed(_))), "{guarded:?}");
+        let read = array.read(&cid, &id("copy"), 0, 8192, None).await;
+        assert!(matches!(read, Err(StoreError::NoSuchObject(_))), "{read:?}");
+        let twice = copy("one", "copy").with(Op::Clone { src: id("two"), dst: id("copy") });
+        let twice = array.queue_transaction(twice).await;
+        assert!(matches!(twice, Err(StoreError::InvalidArgument(_))), "{twice:?}");
+        array.queue_transaction(copy("one", "copy")).await.unwrap();
+        assert_eq!(array.read(&cid, &id("copy"), 0, 8192, None).await.unwrap().contiguous(), vec![1; 8192]);
     };
     LocalSet::new().run_until(test).await;
 }

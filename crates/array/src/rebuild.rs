@@ -31,7 +31,7 @@ use crate::view::StoredRecords;
 /// Pause before a failed rebuild of a group's member is retried.
 pub const RETRY: Duration = Duration::from_secs(1);
 /// Number of objects that are copied concurrently.
-const OBJECTS: usize = 4;
+pub(crate) const OBJECTS: usize = 4;
 /// Number of object ids listed per call.
 const PAGE: usize = 256;
 
@@ -253,7 +253,14 @@ impl RebuildRun<'_> {
             Some(some) => self.copy_missing(some).await?,
             None => self.copy_all().await?,
         }
-        self.finish().await
+        // Meanwhile, objects may have begun as copies of objects that the member lacked.
+        loop {
+            let missing = self.with_rebuilding(|rebuilding| rebuilding.still_missing()).unwrap_or_default();
+            self.copy_objects(missing).await?;
+            if self.finish().await? {
+                return Ok(());
+            }
+        }
     }
 
     /// Copies the objects that a stale member lacks. If the member has no space for some of them, they
@@ -354,12 +361,15 @@ impl RebuildRun<'_> {
     }
 
     /// Puts a membership record in force that lists the rebuilt member as in sync. Ends the
-    /// interval; the next one includes the member.
-    async fn finish(&self) -> store::Result<()> {
+    /// interval; the next one includes the member. Returns false if the member still lacks objects.
+    async fn finish(&self) -> store::Result<bool> {
         let group = self.group;
         let _closed = group.gate.write().await;
         let _alone = group.intervals.lock().await;
         group.still(&self.interval)?;
+        if self.with_rebuilding(|rebuilding| !rebuilding.still_missing().is_empty()) == Some(true) {
+            return Ok(false);
+        }
         let old = &self.interval.record;
         let mut members = old.members.clone();
         members[self.position].standing = Standing::InSync;
@@ -377,7 +387,7 @@ impl RebuildRun<'_> {
         metrics::counter!("outboard_osd_members_rebuilt_total").increment(1);
         group.rebuilds.end();
         group.end_interval(&self.interval);
-        Ok(())
+        Ok(true)
     }
 }
 

@@ -66,8 +66,8 @@ pub(crate) enum MissingObjects {
         cursor: Option<ObjectId>,
         /// Objects beyond the cursor that the member already has.
         copied_ahead: BTreeSet<ObjectId>,
-        /// Objects beyond the cursor that changed while the member lacked them. If one of these
-        /// objects is new, the current page of listed ids may not contain it.
+        /// Objects that changed while the member lacked them. If one of these objects is new, the current
+        /// page of listed ids may not contain it, and it may lie before the cursor.
         changed: BTreeSet<ObjectId>,
     },
 }
@@ -101,8 +101,9 @@ impl Rebuilding {
     pub(crate) fn lacks(&self, oid: &ObjectId) -> bool {
         match &self.missing {
             MissingObjects::Only(some) => some.contains(oid),
-            MissingObjects::After { cursor, copied_ahead, .. } => {
-                cursor.as_ref().is_none_or(|cursor| oid > cursor) && !copied_ahead.contains(oid)
+            MissingObjects::After { cursor, copied_ahead, changed } => {
+                changed.contains(oid)
+                    || (cursor.as_ref().is_none_or(|cursor| oid > cursor) && !copied_ahead.contains(oid))
             }
         }
     }
@@ -118,12 +119,29 @@ impl Rebuilding {
         }
     }
 
-    /// Records that an object changes. If the member lacks the object, it does not receive this
-    /// change.
-    pub(crate) fn changes(&mut self, oid: &ObjectId) {
-        let lacks = self.lacks(oid);
-        if let (MissingObjects::After { changed, .. }, true) = (&mut self.missing, lacks) {
-            changed.insert(oid.clone());
+    /// Position of the member.
+    pub(crate) fn position(&self) -> usize {
+        self.position
+    }
+
+    /// Records that an object changes, and that the member does not receive this change: the member lacks
+    /// the object, or the object begins as a copy of one that the member lacks.
+    pub(crate) fn misses(&mut self, oid: &ObjectId) {
+        match &mut self.missing {
+            MissingObjects::Only(some) => drop(some.insert(oid.clone())),
+            MissingObjects::After { copied_ahead, changed, .. } => {
+                copied_ahead.remove(oid);
+                changed.insert(oid.clone());
+            }
+        }
+    }
+
+    /// Returns objects that the member still lacks after the copies of all objects that were known to be
+    /// missing.
+    pub(crate) fn still_missing(&self) -> Vec<ObjectId> {
+        match &self.missing {
+            MissingObjects::Only(some) => some.iter().cloned().collect(),
+            MissingObjects::After { changed, .. } => changed.iter().cloned().collect(),
         }
     }
 

@@ -14,12 +14,11 @@ use crate::intents::{IntentOutcome, Intents, StartedChange};
 use crate::interval::{Interval, over};
 use crate::member_link::MemberLink;
 use crate::objects::{ObjectAccess, ObjectPlace, Rows};
-use crate::read::WholeObject;
 use crate::record::{Intent, StoredIntent, Touched, Undo, UndoObjects, key_dirty, own_object};
 use crate::rows::{ArrayChange, Split};
 use crate::slots::SlotContent;
 use crate::undo::save_ranges;
-use crate::work::{ObjectEdit, impossible, is_omap_only, object_of};
+use crate::work::{ObjectEdit, impossible, is_omap_only, object_of, source_of};
 
 /// A transaction of the array, prepared as one transaction for each member.
 struct Prepared {
@@ -41,6 +40,9 @@ impl Group {
         let places = self.enter(&interval, &transaction);
         for place in places.iter().filter_map(|(_, place)| place.as_ref()) {
             place.begin().await;
+            // Data that is copied or reconstructed must not mix the versions of a change that fails on
+            // one member.
+            place.settled().await;
         }
         let _open = self.gate.read().await;
         places.iter().filter_map(|(_, place)| place.as_ref()).for_each(ObjectPlace::computes);
@@ -58,10 +60,11 @@ impl Group {
             place.may_queue().await;
         }
         self.has_slot(&interval).await?;
-        let noted = work.iter().filter(|one| one.place.is_some() && interval.record.needs_notes());
+        let is_noted = |one: &&ObjectEdit| one.is_changed() && interval.record.needs_notes();
+        let noted = work.iter().filter(is_noted);
         let started = self.intents.borrow_mut().start(noted.map(|one| &one.oid));
         let prepared = self.prepare(&interval, started, &work, transaction.uses_reserve);
-        for one in &work {
+        for one in work.iter().filter(|one| !one.is_source) {
             let size = one.exists.then_some(one.overlay.size);
             one.place.iter().for_each(|place| place.queued(prepared.started.change, &interval, size));
         }
@@ -134,15 +137,17 @@ impl Group {
     /// which only the omap changes has no queue.
     fn enter(&self, interval: &Interval, transaction: &Transaction) -> Vec<(ObjectId, Option<ObjectPlace>)> {
         let mut oids: Vec<&ObjectId> = Vec::new();
-        for oid in transaction.ops.iter().filter_map(object_of) {
+        for oid in transaction.ops.iter().flat_map(|op| object_of(op).into_iter().chain(source_of(op))) {
             if !oids.contains(&oid) {
                 oids.push(oid);
             }
         }
-        let has_queue = |oid: &ObjectId| !ops_on(transaction, oid).all(is_omap_only);
-        let is_single = oids.iter().filter(|oid| has_queue(oid)).count() == 1;
+        let is_source = |oid: &ObjectId| is_source(transaction, oid);
+        let has_queue = |oid: &ObjectId| is_source(oid) || !ops_on(transaction, oid).all(is_omap_only);
+        let is_single = oids.iter().filter(|oid| has_queue(oid) && !is_source(oid)).count() == 1;
         let enter = |oid: &ObjectId| {
             let access = match is_single && self.damaged.positions(oid).is_empty() {
+                true if is_source(oid) => ObjectAccess::Read(Rows::All),
                 true => self.access(interval, transaction, oid),
                 // A repair before the change needs an object without changes in progress.
                 false => ObjectAccess::Alone,
@@ -210,7 +215,8 @@ impl Group {
                     self.repair_before_change(interval, &oid).await;
                 }
             }
-            work.push(ObjectEdit::new(self, interval, &oid, place, was));
+            let is_source = is_source(transaction, &oid);
+            work.push(ObjectEdit::new(self, interval, &oid, place, was, is_source));
         }
         Ok(work)
     }
@@ -257,7 +263,7 @@ impl Group {
         }
         let live: Vec<bool> = work.live.iter().map(Option::is_some).collect();
         let (layout, coder, oid, overlay) = (self.layout, &self.coder, &work.oid, &work.overlay);
-        let before = WholeObject { oid, size: work.was.unwrap_or(0) };
+        let before = work.old_data();
         let change = ArrayChange { layout, coder, oid, overlay, live: &live };
         change
             .split(async |fragment, range| {
@@ -307,8 +313,9 @@ impl Group {
         self.rebuilds.with(|rebuilding| {
             // A rebuild does not copy internal objects.
             let is_copied = |oid: &ObjectId| !(self.is_internal)(oid);
-            let changed = work.iter().filter(|one| one.place.is_some()).map(|one| &one.oid);
-            changed.filter(|oid| is_copied(oid)).for_each(|oid| rebuilding.changes(oid));
+            let position = rebuilding.position();
+            let missed = work.iter().filter(|one| one.is_changed() && one.live[position].is_none());
+            missed.filter(|one| is_copied(&one.oid)).for_each(|one| rebuilding.misses(&one.oid));
         });
         Prepared { started, transactions, content }
     }
@@ -336,7 +343,7 @@ impl Group {
         let mut left: UndoObjects = started.before.undo_objects(position).to_vec();
         for one in work.iter().filter(|one| one.place.is_none() || one.live[position].is_some()) {
             ops.extend(one.guards().iter().cloned());
-            if !one.exists && one.was.is_none() {
+            if one.is_source || (!one.exists && one.was.is_none()) {
                 continue;
             }
             let index = intent.objects.len();
@@ -459,10 +466,21 @@ fn apply(
 ) -> store::Result<()> {
     for op in &transaction.ops {
         let oid = object_of(op).ok_or_else(|| impossible(op))?;
+        let source = source_of(op).map(|source| work.iter().find(|one| one.oid == *source));
+        let source = source.map(|one| one.ok_or_else(|| impossible(op))).transpose()?;
+        let source = source.map(ObjectEdit::as_source);
         let one = work.iter_mut().find(|one| one.oid == *oid).ok_or_else(|| impossible(op))?;
-        one.apply(group, interval, op)?;
+        match source {
+            Some(source) => one.copy(&source, op)?,
+            None => one.apply(group, interval, op)?,
+        }
     }
     Ok(())
+}
+
+/// Returns whether a transaction copies an object.
+fn is_source(transaction: &Transaction, oid: &ObjectId) -> bool {
+    transaction.ops.iter().any(|op| source_of(op) == Some(oid))
 }
 
 /// Appends the ops that remove intents and undo objects from the slots that a change trims.

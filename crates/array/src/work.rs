@@ -8,8 +8,17 @@ use crate::interval::Interval;
 use crate::member_link::MemberLink;
 use crate::objects::ObjectPlace;
 use crate::overlay::Overlay;
+use crate::read::WholeObject;
 use crate::record::{SIZE_XATTR, Undo};
 use crate::rows::Split;
+
+/// An object of which another one becomes a copy.
+pub(crate) struct CopySource {
+    oid: ObjectId,
+    /// Size in bytes; `None` if the object does not exist.
+    size: Option<u64>,
+    live: Vec<Option<MemberLink>>,
+}
 
 /// The changes that a transaction makes to one object.
 pub(crate) struct ObjectEdit {
@@ -18,6 +27,10 @@ pub(crate) struct ObjectEdit {
     pub(crate) place: Option<ObjectPlace>,
     /// Size of the object before the transaction, if the object existed.
     pub(crate) was: Option<u64>,
+    /// Whether another object of the transaction begins as a copy of this one, which does not change.
+    pub(crate) is_source: bool,
+    /// The object of which this one begins as a copy, and its size in bytes.
+    copied: Option<(ObjectId, u64)>,
     pub(crate) exists: bool,
     pub(crate) exclusive: bool,
     /// True if the old object is renamed to the undo object.
@@ -42,12 +55,15 @@ impl ObjectEdit {
         oid: &ObjectId,
         place: Option<ObjectPlace>,
         was: Option<u64>,
+        is_source: bool,
     ) -> ObjectEdit {
         ObjectEdit {
             oid: oid.clone(),
             exists: was.is_some() || place.is_none(),
             place,
             was,
+            is_source,
+            copied: None,
             exclusive: false,
             moved: false,
             overlay: Overlay::new(was.unwrap_or(0)),
@@ -61,10 +77,53 @@ impl ObjectEdit {
         }
     }
 
+    /// Makes the object a copy of another one, with the data that `source` has.
+    ///
+    /// # Errors
+    /// [`StoreError::NoSuchObject`] if the source does not exist, and [`StoreError::InvalidArgument`] if
+    /// the object itself exists or has changed.
+    pub(crate) fn copy(&mut self, source: &CopySource, op: &Op) -> store::Result<()> {
+        let is_first = self.meta.is_empty() && self.overlay.is_unchanged() && self.copied.is_none();
+        if self.was.is_some() || self.place.is_none() || !is_first {
+            return Err(impossible(op));
+        }
+        let size = source.size.ok_or_else(|| StoreError::NoSuchObject(source.oid.to_string()))?;
+        self.copied = Some((source.oid.clone(), size));
+        self.overlay = Overlay::new(size);
+        // A member that lacks the source cannot copy it. A rebuild copies the new object to this member.
+        for (own, of_source) in self.live.iter_mut().zip(&source.live) {
+            if of_source.is_none() {
+                *own = None;
+            }
+        }
+        self.exists = true;
+        Ok(())
+    }
+
+    /// Returns whether the transaction may change the data, the xattrs or the existence of the object.
+    pub(crate) fn is_changed(&self) -> bool {
+        self.place.is_some() && !self.is_source
+    }
+
+    /// Returns what another object of the transaction can copy from this one.
+    pub(crate) fn as_source(&self) -> CopySource {
+        CopySource { oid: self.oid.clone(), size: self.was, live: self.live.clone() }
+    }
+
+    /// Returns the object that has the data from which the change starts, with its size in bytes.
+    pub(crate) fn old_data(&self) -> WholeObject<'_> {
+        match &self.copied {
+            Some((oid, size)) => WholeObject { oid, size: *size },
+            None => WholeObject { oid: &self.oid, size: self.was.unwrap_or(0) },
+        }
+    }
+
     /// Adds an op to the changes of the object.
     pub(crate) fn apply(&mut self, group: &Group, interval: &Interval, op: &Op) -> store::Result<()> {
         match op {
             Op::GuardXattr { .. } | Op::GuardOmap { .. } => return self.guard(op),
+            // The members copy the source as it was before the transaction.
+            op if self.is_source => return Err(impossible(op)),
             Op::CreateExclusive { .. } if self.exists => {
                 return Err(StoreError::Exists(self.oid.to_string()));
             }
@@ -129,6 +188,7 @@ impl ObjectEdit {
         self.moved |= self.was.is_some();
         self.exists = false;
         self.exclusive = false;
+        self.copied = None;
         self.overlay = Overlay::new(0);
         self.meta.clear();
         Ok(())
@@ -154,8 +214,11 @@ impl ObjectEdit {
         let is_new = self.place.is_some() && (self.was.is_none() || self.moved);
         if self.exclusive {
             ops.push(Op::CreateExclusive { oid: oid.clone() });
-        } else if is_new {
+        } else if is_new && self.copied.is_none() {
             ops.push(Op::Touch { oid: oid.clone() });
+        }
+        if let Some((src, _)) = &self.copied {
+            ops.push(Op::Clone { src: src.clone(), dst: oid.clone() });
         }
         ops.extend(self.split.ops[position].iter().cloned());
         if self.place.is_some() && (is_new || self.overlay.size != self.overlay.before) {
@@ -182,7 +245,16 @@ pub(crate) fn object_of(op: &Op) -> Option<&ObjectId> {
         | Op::OmapRemoveRange { oid, .. }
         | Op::OmapClear { oid }
         | Op::GuardXattr { oid, .. }
-        | Op::GuardOmap { oid, .. } => Some(oid),
+        | Op::GuardOmap { oid, .. }
+        | Op::Clone { dst: oid, .. } => Some(oid),
+        _ => None,
+    }
+}
+
+/// Returns the object that an op copies.
+pub(crate) fn source_of(op: &Op) -> Option<&ObjectId> {
+    match op {
+        Op::Clone { src, .. } => Some(src),
         _ => None,
     }
 }

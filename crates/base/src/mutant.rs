@@ -52,6 +52,8 @@ pub enum Mutant {
     /// The osd looks for the result of an earlier attempt only among the results that the same shard
     /// has recorded.
     LookOnOldShard,
+    /// The osd executes changes of sessions that have ended.
+    IgnoreFence,
     /// The osd does not check the right to read.
     PermitReads,
     /// The osd does not check the right to write.
@@ -88,7 +90,7 @@ pub enum Mutant {
 
 impl Mutant {
     /// The planted bugs that simulations find.
-    pub const ALL: [Mutant; 19] = [
+    pub const ALL: [Mutant; 20] = [
         Mutant::AcknowledgeBeforeFlush,
         Mutant::DropRequestRecord,
         Mutant::SkipUndo,
@@ -108,6 +110,7 @@ impl Mutant {
         Mutant::ReadOvertakesWrite,
         Mutant::CommitDependentChange,
         Mutant::LookOnOldShard,
+        Mutant::IgnoreFence,
     ];
 
     /// The planted errors in permissions, which the tests of rights find.
@@ -153,6 +156,7 @@ impl Mutant {
             Mutant::ReadOvertakesWrite => "read-overtakes-write",
             Mutant::CommitDependentChange => "commit-dependent-change",
             Mutant::LookOnOldShard => "look-on-old-shard",
+            Mutant::IgnoreFence => "ignore-fence",
             Mutant::PermitReads => "permit-reads",
             Mutant::PermitWrites => "permit-writes",
             Mutant::PermitLists => "permit-lists",

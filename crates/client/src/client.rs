@@ -11,9 +11,9 @@ use wire::{
 };
 
 use crate::engine::{
-    Capability, ChangeRequest, Engine, NativeEngine, ReadReply, ReadRequest, SharedConnections,
+    Capability, ChangeRequest, Engine, NativeEngine, OwnerName, ReadReply, ReadRequest, SharedConnections,
 };
-use crate::requests::Requests;
+use crate::requests::{Requests, lacks};
 use crate::{Error, Options, Pool, Result};
 
 /// Provides access to the pools and objects of an [`Engine`]. Clones share the engine and the limit
@@ -99,10 +99,7 @@ impl Client {
         let engine = self.engine();
         match engine.capabilities().missing(needed) {
             None => Ok(()),
-            Some(capability) => Err(Error::Unsupported(format!(
-                "the engine \"{}\" lacks the capability \"{capability}\"; use an engine that has it",
-                engine.name()
-            ))),
+            Some(capability) => Err(Error::Unsupported(lacks(engine, capability))),
         }
     }
 
@@ -315,6 +312,26 @@ impl Client {
         Client { tenant, ..self.clone() }
     }
 
+    /// Returns the name by which a successor fences this client (see
+    /// [`Fencing::owner`](crate::engine::Fencing::owner)).
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] if the engine lacks the capability, [`Error::Fenced`] or [`Error::Closed`] if
+    /// the client has ended.
+    pub fn owner(&self) -> Result<OwnerName> {
+        self.requests.fencing()?.owner()
+    }
+
+    /// Ends another client for good: once this succeeds, none of its changes takes effect any more.
+    /// Repeats the request after transient errors.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] if the engine lacks the capability; otherwise the error of the last attempt,
+    /// or [`Error::TimedOut`]. After each error, the other client may have ended, or not.
+    pub async fn fence(&self, owner: &OwnerName) -> Result<()> {
+        self.requests.fence(owner).await
+    }
+
     /// Makes a request of an operator. Repeats it after transient errors.
     ///
     /// # Errors
@@ -343,16 +360,19 @@ fn unexpected(reply: &AdminReply) -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::engine::MemEngine;
+    use crate::engine::{ControlEngine, MemEngine};
 
     #[test]
     fn a_required_capability_that_the_engine_lacks_is_refused() {
-        let client = Client::over(Arc::new(MemEngine::new()), Options::default());
+        let memory = Client::over(Arc::new(MemEngine::new()), Options::default());
+        memory.require(&Capability::ALL).unwrap();
+        let engine = ControlEngine::new(&Options::default(), || None);
+        let client = Client::over(Arc::new(engine), Options::default());
         client.require(&[]).unwrap();
         for capability in Capability::ALL {
             let error = client.require(&[capability]).unwrap_err();
             let Error::Unsupported(what) = &error else { panic!("{error}") };
-            assert!(what.contains(capability.name()) && what.contains("mem"), "{error}");
+            assert!(what.contains(capability.name()) && what.contains("control"), "{error}");
         }
     }
 }

@@ -109,6 +109,13 @@ impl Compound {
         self.op(Mutation::Touch)
     }
 
+    /// Adds a first op: if the object does not exist, makes it a copy of the first of these objects that
+    /// exists. They belong to the object's namespace and have its placement key. The engine needs
+    /// [`Capability::Inherit`](crate::engine::Capability::Inherit).
+    pub fn inherit(self, names: Vec<Bytes>) -> Compound {
+        self.op(Mutation::Inherit(names))
+    }
+
     /// Writes data at an offset, in bytes. Extends the object if necessary.
     pub fn write(self, offset: u64, data: impl Into<Bytes>) -> Compound {
         self.write_from(offset, Source::Bytes(data.into()))

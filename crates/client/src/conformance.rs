@@ -2,11 +2,13 @@
 //!
 //! [`run`] checks that an engine keeps the promises of `docs/semantics.md` and of the trait
 //! [`Engine`]. The suite checks nothing beyond these promises. Each case uses a namespace of its
-//! own, and panics if a promise does not hold. `limits` contains the cases about refused requests,
+//! own, and panics if a promise does not hold. `inherit` contains the cases about objects that begin as
+//! copies of others, `limits` contains the cases about refused requests,
 //! `listing` the cases about listings, `concurrency` the cases about concurrent requests, and
 //! `model` the comparison with the reference model.
 
 mod concurrency;
+mod inherit;
 mod limits;
 mod listing;
 mod model;
@@ -50,6 +52,7 @@ pub async fn run(engine: Arc<dyn Engine>, pool: &str, seed: u64) {
     every_kind_of_source_and_sink_transfers_the_same_bytes(&ground("payload")).await;
     listing::run(&client, pool, &ground("listing"), &ground("cursors"), &ground("churn")).await;
     limits::run(&client, &ground("limits")).await;
+    inherit::run(&client, &ground("_inherit"), &ground("inherit")).await;
     concurrency::run(&client, &ground("concurrency")).await;
     model::random_operations_agree_with_the_model(&ground("random"), seed).await;
     a_closed_engine_refuses_every_call(&client, &ground("closed")).await;
@@ -363,7 +366,7 @@ async fn a_closed_engine_refuses_every_call(client: &Client, pool: &Pool) {
     closed(begun.attempt().await.map(drop));
     closed(engine.mutate(change, deadline).attempt().await.map(drop));
     let (sink, wire) = (Sink::Bytes, name.to_wire());
-    let read = ReadRequest { name, part: None, offset: 0, len: 1, if_version: None, sink };
+    let read = ReadRequest { name, part: None, offset: 0, len: 1, if_version: None, sink, fallbacks: vec![] };
     closed(engine.read(read, deadline).attempt().await.map(drop));
     let list = List {
         pool: wire.pool.clone(),

@@ -241,7 +241,7 @@ impl Pipeline {
         let piece = Piece { part: None, if_version: None, offset, len: wanted };
         let reply = read(object, &piece, sink).await?;
         let (version, manifest, size, first_len, chunks) = match reply {
-            ReadReply::Data { version, object_size, len, chunks } => {
+            ReadReply::Data { version, object_size, len, chunks, .. } => {
                 (version, None, object_size, len, chunks)
             }
             ReadReply::Striped { version, manifest } => (version, Some(manifest), manifest.size, 0, vec![]),
@@ -322,7 +322,7 @@ async fn read_whole(object: &ObjectHandle, piece: &Piece, sink: Sink) -> Result<
 async fn read(object: &ObjectHandle, piece: &Piece, sink: Sink) -> Result<ReadReply> {
     let Piece { part, if_version, offset, len } = *piece;
     let name = object.name.clone();
-    object.requests.read(ReadRequest { name, part, offset, len, if_version, sink }).await
+    object.requests.read(ReadRequest { name, part, offset, len, if_version, sink, fallbacks: vec![] }).await
 }
 
 /// The part of the caller's memory that begins at byte `at`.

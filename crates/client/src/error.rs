@@ -71,6 +71,9 @@ pub enum Error {
     /// The node's answer is invalid.
     #[error("the node's answer is invalid: {0}; use a client of the same version as the node")]
     Protocol(String),
+    /// Another client has fenced this one, which was an exclusive owner. The change had no effect.
+    #[error("another owner has taken over ({0}); attach again to take over in turn")]
+    Fenced(wire::Error),
     /// The client was closed.
     #[error("the client was closed; connect again")]
     Closed,

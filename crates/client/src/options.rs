@@ -66,6 +66,9 @@ pub struct Options {
     pub clock: WallClock,
     /// The way to the node's control plane. `None` means gRPC.
     pub control: Option<ControlWay>,
+    /// Whether the client is the exclusive owner of what it changes. When the node refuses its session,
+    /// because another client has fenced it, all calls fail. Other clients open a new session then.
+    pub exclusive: bool,
     /// Local address of TCP connections, also of those to the control plane; `None` lets the operating
     /// system choose one.
     pub source: Option<std::net::IpAddr>,
@@ -89,6 +92,7 @@ impl Default for Options {
             capability_file: None,
             clock: WallClock::default(),
             control: None,
+            exclusive: false,
             source: None,
         }
     }

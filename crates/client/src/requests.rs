@@ -7,7 +7,7 @@ use tokio::sync::Semaphore;
 use tokio::time::Instant;
 use wire::{AdminReply, AdminRequest, List, Listed, Mutated, Query, QueryAnswer};
 
-use crate::engine::{BoxCall, ChangeRequest, Engine, ReadReply, ReadRequest};
+use crate::engine::{BoxCall, Capability, ChangeRequest, Engine, Fencing, OwnerName, ReadReply, ReadRequest};
 use crate::{Error, Options, Result, Waited};
 
 /// Pause before the second attempt of a request. The pause doubles with each further attempt, up to
@@ -71,6 +71,20 @@ impl Requests {
         self.run(|deadline| administration.administer(request, deadline)).await
     }
 
+    pub(crate) async fn fence(&self, owner: &OwnerName) -> Result<()> {
+        let fencing = self.fencing()?;
+        self.run(|deadline| fencing.fence(owner, deadline)).await
+    }
+
+    /// Returns the fencing of the engine.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] if the engine lacks it.
+    pub(crate) fn fencing(&self) -> Result<&dyn Fencing> {
+        let lacks = || Error::Unsupported(lacks(self.engine(), Capability::Fence));
+        self.engine.fencing().ok_or_else(lacks)
+    }
+
     /// Closes the engine. Requests that wait for a permit fail.
     pub(crate) async fn close(&self) {
         self.permits.close();
@@ -102,4 +116,10 @@ impl Requests {
         let why = begun.and_then(|call| call.obstacle());
         Err(Error::TimedOut(Waited { after: timeout, why }))
     }
+}
+
+/// Returns the message for an engine that lacks a capability.
+pub(crate) fn lacks(engine: &dyn Engine, capability: Capability) -> String {
+    let name = engine.name();
+    format!("the engine \"{name}\" lacks the capability \"{capability}\"; use an engine that has it")
 }

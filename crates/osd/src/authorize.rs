@@ -13,13 +13,14 @@ use std::cell::Cell;
 use std::rc::Rc;
 use std::time::Duration;
 
+use bytes::Bytes;
 use capability::{CapabilityError, ClaimedGrant, Resource, Rights};
 use identity::{Caller, NODE_ADMIN};
 use messenger::PeerInfo;
 use tokio::time::Instant;
 use wire::{
     AccountRequest, AdminRequest, AdministratorOf, BulkDescriptor, BulkOwner, Condition, Data, Error, List,
-    Mutate, ObjectRequest, PoolName, Query, Read, Result, Scope, Verb, WireName,
+    Mutate, ObjectRequest, PoolName, Query, Read, ReadFirst, Result, Scope, SessionId, Verb, WireName,
 };
 
 use crate::accounts::UserRights;
@@ -115,6 +116,9 @@ impl SessionRights {
     }
 }
 
+/// The request concerns no other objects.
+const NO_OTHERS: (&[u8], &[Bytes]) = (&[], &[]);
+
 /// What a request about objects needs.
 struct RequestNeed<'a> {
     pool: &'a [u8],
@@ -122,6 +126,8 @@ struct RequestNeed<'a> {
     verbs: &'static [Verb],
     /// The memory that the request names.
     memory: Option<&'a BulkDescriptor>,
+    /// Namespace and names of other objects that the request may read or copy.
+    others: (&'a [u8], &'a [Bytes]),
 }
 
 /// Checks that the sender of a request about objects may make it. Returns the pool that the request
@@ -136,7 +142,7 @@ pub(crate) fn authorize(
     request: &ObjectRequest,
 ) -> Result<Rc<ActivePool>> {
     sender.check(shard)?;
-    let RequestNeed { pool: name, place, verbs, memory } = need(request)?;
+    let RequestNeed { pool: name, place, verbs, memory, others } = need(request)?;
     let claims = sender.rights.claims();
     let text = std::str::from_utf8(name).ok();
     let mut pool = text.and_then(|name| shard.pools.open_named(claims.tenant, name));
@@ -151,7 +157,7 @@ pub(crate) fn authorize(
         ObjectRequest::List(_) if is_hashed => Resource::Pool,
         _ => place,
     };
-    let permits = |verb: Verb| {
+    let permits = |verb: Verb, place: Resource<'_>| {
         let is_skipped = (verb == Verb::Read && base::mutant!(PermitReads))
             || (verb == Verb::Write && base::mutant!(PermitWrites))
             || (verb == Verb::List && base::mutant!(PermitLists));
@@ -159,12 +165,17 @@ pub(crate) fn authorize(
         let is_skipped = is_skipped || (base::mutant!(IgnorePrefix) && claims.grants.iter().any(covers_pool));
         is_skipped || sender.rights.permits(verb, id, place)
     };
-    if let Some(missing) = verbs.iter().find(|verb| !permits(**verb)) {
-        return Err(Error::NotPermitted {
+    let check = |verb: Verb, place: Resource<'_>| match permits(verb, place) {
+        true => Ok(()),
+        false => Err(Error::NotPermitted {
             user: claims.name.clone(),
-            verb: missing.to_string(),
+            verb: verb.to_string(),
             place: scope(PoolName::from_wire(name)?, place),
-        });
+        }),
+    };
+    verbs.iter().try_for_each(|verb| check(*verb, place))?;
+    for other in others.1 {
+        check(Verb::Read, resource(others.0, other)?)?;
     }
     if let Some(BulkOwner::Fabric(address)) = memory.map(|descriptor| &descriptor.owner)
         && !claims.memory.contains(address)
@@ -180,6 +191,24 @@ pub(crate) fn authorize(
     }
 }
 
+/// Checks that a session may fence another session. Returns the client whose sessions it may fence: the
+/// client that has opened it.
+///
+/// # Errors
+/// [`Error::CapabilityRefused`] if the session has no valid capability, and [`Error::BadRequest`] if the
+/// two sessions are the same.
+pub(crate) fn authorize_fence(
+    shard: &Shard,
+    (sender, session, presenter): (&SessionRights, SessionId, &PeerInfo),
+    fenced: SessionId,
+) -> Result<SessionOwner> {
+    sender.check(shard)?;
+    if fenced == session {
+        return Err(Error::BadRequest("a session cannot fence itself; close it instead".into()));
+    }
+    Ok(sender.owner(presenter))
+}
+
 /// Returns what a request needs.
 fn need(request: &ObjectRequest) -> Result<RequestNeed<'_>> {
     match request {
@@ -188,11 +217,23 @@ fn need(request: &ObjectRequest) -> Result<RequestNeed<'_>> {
             place: object(name)?,
             verbs: &[Verb::Read],
             memory: sink.as_ref(),
+            others: NO_OTHERS,
         }),
-        ObjectRequest::Query(Query { name, .. }) => {
-            Ok(RequestNeed { pool: &name.pool, place: object(name)?, verbs: &[Verb::Read], memory: None })
-        }
-        ObjectRequest::Mutate(Mutate { name, conditions, data, .. }) => {
+        ObjectRequest::ReadFirst(ReadFirst { read: Read { name, sink, .. }, fallbacks }) => Ok(RequestNeed {
+            pool: &name.pool,
+            place: object(name)?,
+            verbs: &[Verb::Read],
+            memory: sink.as_ref(),
+            others: (&name.namespace, fallbacks),
+        }),
+        ObjectRequest::Query(Query { name, .. }) => Ok(RequestNeed {
+            pool: &name.pool,
+            place: object(name)?,
+            verbs: &[Verb::Read],
+            memory: None,
+            others: NO_OTHERS,
+        }),
+        ObjectRequest::Mutate(mutate @ Mutate { name, conditions, data, .. }) => {
             // The result of these conditions tells what the object contains.
             let reads = conditions.iter().any(|condition| match condition {
                 Condition::Xattr(..) | Condition::Omap(..) | Condition::Bytes(..) => true,
@@ -204,26 +245,28 @@ fn need(request: &ObjectRequest) -> Result<RequestNeed<'_>> {
                 Data::Bulk(descriptor) => Some(descriptor),
                 Data::None | Data::Inline => None,
             };
-            Ok(RequestNeed { pool: &name.pool, place: object(name)?, verbs, memory })
+            let others = (&name.namespace[..], mutate.inherits_from().unwrap_or_default());
+            Ok(RequestNeed { pool: &name.pool, place: object(name)?, verbs, memory, others })
         }
         ObjectRequest::List(list @ List { pool, prefix, .. }) => {
             let place = match list.checked_namespace()? {
                 Some(namespace) => Resource::Names { namespace, prefix },
                 None => Resource::Pool,
             };
-            Ok(RequestNeed { pool, place, verbs: &[Verb::List], memory: None })
+            Ok(RequestNeed { pool, place, verbs: &[Verb::List], memory: None, others: NO_OTHERS })
         }
     }
 }
 
 fn object(name: &WireName) -> Result<Resource<'_>> {
-    let texts = (std::str::from_utf8(&name.namespace), std::str::from_utf8(&name.object));
-    match texts {
+    // The check finds the reason.
+    resource(&name.namespace, &name.object).map_err(|e| name.check().map_or_else(Error::from, |_| e))
+}
+
+fn resource<'a>(namespace: &'a [u8], name: &'a [u8]) -> Result<Resource<'a>> {
+    match (std::str::from_utf8(namespace), std::str::from_utf8(name)) {
         (Ok(namespace), Ok(name)) => Ok(Resource::Object { namespace, name }),
-        // The check finds the reason.
-        _ => {
-            Err(name.check().map_or_else(Error::from, |_| Error::BadRequest("the name is not UTF-8".into())))
-        }
+        _ => Err(Error::BadRequest("the name is not UTF-8".into())),
     }
 }
 

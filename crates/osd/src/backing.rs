@@ -153,13 +153,13 @@ impl Backing {
 
     /// Waits until each change that earlier incarnations queued in a collection is durable or has
     /// failed. The osd must not return data that it read before the end of this wait, because this
-    /// data could still be lost.
-    pub(crate) async fn settle(&self, cid: &CollectionId) -> store::Result<()> {
+    /// data could still be lost. Returns false if the store is poisoned: reads from it return only
+    /// durable data, but its next mount may replay changes. With `strictly`, fails then.
+    pub(crate) async fn settle(&self, cid: &CollectionId, strictly: bool) -> store::Result<bool> {
         self.incarnation();
         match self.queue(Transaction::new(cid.clone())).await {
-            // A poisoned store refuses the transaction, but reads from this store return only
-            // durable data.
-            Ok(()) | Err(StoreError::NoSuchCollection(_) | StoreError::Poisoned(_)) => Ok(()),
+            Ok(()) | Err(StoreError::NoSuchCollection(_)) => Ok(true),
+            Err(StoreError::Poisoned(_)) if !strictly => Ok(false),
             Err(e) => Err(e),
         }
     }

@@ -26,6 +26,8 @@ use crate::written::Written;
 pub(crate) struct Draft<'a> {
     pg: &'a Pg,
     oid: &'a ObjectId,
+    /// The object that has the data before the change: the object itself, or the one that it copies.
+    data: &'a ObjectId,
     name: &'a str,
     exists: bool,
     manifest: Option<Manifest>,
@@ -115,6 +117,7 @@ impl<'a> Draft<'a> {
         Draft {
             pg,
             oid,
+            data: oid,
             name,
             exists: info.is_some(),
             manifest: info.and_then(|i| i.manifest),
@@ -128,6 +131,22 @@ impl<'a> Draft<'a> {
             dropped: None,
             appended_at: 0,
         }
+    }
+
+    /// Creates a draft for an object that does not exist and begins as a copy of another object.
+    ///
+    /// # Errors
+    /// [`Error::Striped`] if the other object is striped.
+    pub(crate) fn of_copy(
+        pg: &'a Pg,
+        oid: &'a ObjectId,
+        name: &'a str,
+        (source, info): (&'a ObjectId, &ObjectInfo),
+    ) -> StepResult<Draft<'a>> {
+        let mut draft = Draft { data: source, ..Draft::new(pg, oid, name, Some(info)) };
+        draft.refuse_striped("copying")?;
+        draft.ops.push(Op::Clone { src: source.clone(), dst: oid.clone() });
+        Ok(draft)
     }
 
     /// Applies the ops in order.
@@ -161,6 +180,8 @@ impl<'a> Draft<'a> {
     async fn step(&mut self, op: &Mutation, data: &Gathered) -> StepResult<()> {
         let oid = self.oid.clone();
         match op {
+            // The draft was created with the copy.
+            Mutation::Inherit(_) => return Ok(()),
             Mutation::Touch => self.ops.push(Op::Touch { oid }),
             Mutation::Create if self.exists => return Err(Error::Exists(self.name.into()).into()),
             Mutation::Create => self.ops.push(Op::CreateExclusive { oid }),
@@ -454,7 +475,7 @@ impl<'a> Draft<'a> {
     async fn stored_block(&self, number: u64) -> StepResult<Bytes> {
         let start = number * BLOCK;
         let store = &self.pg.backing;
-        let read = store.read(&self.pg.cid, self.oid, start, BLOCK, None).await?;
+        let read = store.read(&self.pg.cid, self.data, start, BLOCK, None).await?;
         read.verify().map_err(|e| Error::Corrupt(format!("{} ({e})", self.name)))?;
         // The change computes a new checksum, so a verified block is verified again.
         let read = ReadData { verified: false, ..read };

@@ -44,6 +44,7 @@ mod config;
 mod debug_controls;
 mod directory;
 mod draft;
+mod ended;
 mod expectation;
 mod fail;
 mod gather;

@@ -4,7 +4,7 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use base::block::BLOCK;
-use store::{StoreError, Transaction};
+use store::{ObjectId, StoreError, Transaction};
 use tokio::time::Instant;
 use wire::{Condition, Error, Mutated, Mutation};
 
@@ -16,6 +16,7 @@ use crate::gather::Gathered;
 use crate::object::{ObjectInfo, ObjectState};
 use crate::pg::Origin;
 use crate::pool::ObjectLocation;
+use crate::sessions::ENDED;
 use crate::shard::Shard;
 use crate::turnstile::{PendingChange, Ticket, Turn};
 
@@ -33,6 +34,8 @@ pub(crate) struct Change<'a> {
     pub(crate) name: &'a str,
     pub(crate) conditions: &'a [Condition],
     pub(crate) ops: &'a [Mutation],
+    /// The objects of which the first that exists is copied, if the object does not exist.
+    pub(crate) sources: &'a [ObjectId],
     /// The request of the change; `None` for the osd's own changes.
     pub(crate) origin: Option<Origin>,
     /// Maximum time to wait for the store.
@@ -76,6 +79,8 @@ struct EvaluatedChange {
     /// Whether the store checks some of the conditions.
     has_guarded_conditions: bool,
     drafted: Drafted,
+    /// Version of the object that this one begins as a copy of; 0 if there is none.
+    oldest: u64,
 }
 
 /// Effect of a change.
@@ -252,9 +257,16 @@ impl Change<'_> {
         incarnation: u64,
     ) -> StepResult<ChangeEffect> {
         let (pg, oid) = (&self.place.pg, &self.place.oid);
-        let EvaluatedChange { basis, has_guarded_conditions, drafted } = evaluated;
+        let session = self.origin.as_ref().map(|origin| origin.session);
+        // Nothing may wait between this check and the queueing of the transaction: a fence waits only
+        // for queued transactions.
+        if let Some(session) = session.filter(|id| self.shard.has_ended(*id)) {
+            progress.ticket = None;
+            return Err(Error::SessionRefused { session, why: ENDED.to_owned() }.into());
+        }
+        let EvaluatedChange { basis, has_guarded_conditions, drafted, oldest } = evaluated;
         let before = basis.info();
-        let version = pg.next_version(before.map_or(0, |i| i.version));
+        let version = pg.next_version(before.map_or(oldest, |i| i.version));
         let new = drafted.object.map(|(size, manifest)| ObjectInfo {
             version,
             size,
@@ -271,9 +283,9 @@ impl Change<'_> {
         let kept = new.and_then(|i| i.manifest).map(|m| m.upload);
         let dropped = drafted.dropped.filter(|m| Some(m.upload) != kept);
         let queued = pg.backing.queue(Transaction { collection: pg.cid.clone(), ops, uses_reserve });
-        let (committing, pending) = (pg.committing(), turn.pend(incarnation, modified, new));
+        let (committing, pending) = (pg.committing(session), turn.pend(incarnation, modified, new));
         let outcome = queued.await;
-        drop(committing);
+        committing.ended(outcome.as_ref().is_err_and(is_unsure).then_some(incarnation));
         let Err(error) = outcome else {
             pending.committed();
             pg.recorded(note);
@@ -334,6 +346,12 @@ impl Change<'_> {
         Err(fail)
     }
 
+    /// Returns the object that the change copies, with its latest record.
+    async fn copied(&self, incarnation: u64) -> StepResult<Option<(&ObjectId, ObjectInfo)>> {
+        let found = self.place.pg.first_of(self.sources, incarnation).await?;
+        Ok(found.map(|(index, info)| (&self.sources[index], info)))
+    }
+
     /// Returns the latest record of the object. If the object was uncached, also records whether it
     /// was new.
     async fn look(&self, turn: &Turn<'_>, incarnation: u64) -> StepResult<Option<ObjectInfo>> {
@@ -381,7 +399,10 @@ impl Change<'_> {
     /// Returns whether changes of this kind often create objects.
     fn makes_object(&self) -> bool {
         let whole = |op: &Mutation| {
-            matches!(op, Mutation::Create | Mutation::WriteFull(_) | Mutation::SetManifest(_))
+            matches!(
+                op,
+                Mutation::Create | Mutation::WriteFull(_) | Mutation::SetManifest(_) | Mutation::Inherit(_)
+            )
         };
         self.ops.first().is_some_and(whole) && self.conditions.iter().all(|c| matches!(c, Condition::Absent))
     }
@@ -412,7 +433,20 @@ impl Change<'_> {
         };
         pg.backing.still(incarnation)?;
         guards.extend(checked?);
-        let draft = Draft::new(pg, oid, self.name, info.as_ref());
+        let copied = match info {
+            None => self.copied(incarnation).await,
+            Some(_) => Ok(None),
+        };
+        pg.backing.still(incarnation)?;
+        let copied = copied?;
+        let draft = match &copied {
+            Some((source, info)) => {
+                // Another request may change the source, or move it to another object of the list.
+                guards.push(draft::guard_info(source, Some(info)));
+                Draft::of_copy(pg, oid, self.name, (source, info))?
+            }
+            None => Draft::new(pg, oid, self.name, info.as_ref()),
+        };
         let drafted = draft.apply(self.ops, data).await;
         // What the draft has read is valid only in the same incarnation. This includes its errors.
         pg.backing.still(incarnation)?;
@@ -423,6 +457,12 @@ impl Change<'_> {
             Basis::Unknown => drafted.make_replacing(oid),
         }
         drafted.ops.splice(0..0, guards);
-        Ok(EvaluatedChange { basis, has_guarded_conditions: guards_conditions, drafted })
+        let oldest = copied.map_or(0, |(_, info)| info.version);
+        Ok(EvaluatedChange { basis, has_guarded_conditions: guards_conditions, drafted, oldest })
     }
+}
+
+/// Returns whether a transaction that failed with this error may still take effect.
+fn is_unsure(e: &StoreError) -> bool {
+    matches!(e, StoreError::Disconnected(_) | StoreError::Poisoned(_))
 }

@@ -1,13 +1,14 @@
 //! [`Osd`]: the state of the whole osd, which the first shard owns.
 
 use std::cell::RefCell;
+use std::collections::BTreeSet;
 use std::rc::Rc;
 use std::sync::Arc;
 
 use array::Pace;
 use base::budget::PeerAddress;
 use tokio::sync::Semaphore;
-use wire::{SessionId, SessionInfo};
+use wire::{Error, SessionId, SessionInfo};
 
 use crate::age::Age;
 use crate::audit_log::{AuditEvent, AuditKind};
@@ -29,6 +30,8 @@ pub(crate) struct Osd {
     pub(crate) shard: Rc<Shard>,
     pub(crate) map_keeper: MapKeeper,
     slots: RefCell<SessionSlots>,
+    /// Sessions that the next save of the map ends.
+    ending: RefCell<BTreeSet<SessionId>>,
     /// Pools that were removed while a target was missing. Their objects still have to be removed.
     pub(crate) removed_pools: RefCell<Vec<PoolRecord>>,
     /// Held while a scrub is being started, so that only one request at a time starts one.
@@ -51,11 +54,12 @@ pub(crate) struct OpeningConnection {
 pub(crate) async fn open_node(config: &OsdConfig, targets: &[Rc<Target>]) -> Result<NodeBasis, StartError> {
     let seal = Seal::new(config.dpu_key.clone(), config.accepts_altered_map);
     let witness = Arc::new(NodeWitness::load(config.witness.clone(), seal)?);
-    let map = TargetMapStore::new(targets, Arc::clone(&witness), config).load().await?;
+    let mut map = TargetMapStore::new(targets, Arc::clone(&witness), config).load().await?;
     let listed: Vec<Rc<Target>> = targets.iter().filter(|target| map.has(target)).cloned().collect();
     let age = Age::begin(&listed, &witness, config.target_timeout).await?;
     let failed = listed.iter().filter_map(|target| target.failure_at_start().map(|e| (target.uuid, e)));
     let failed = failed.collect();
+    map.ended.begin(age.generation());
     let pace = Pace::new(config.rebuild_rate, config.rebuild_share);
     Ok(NodeBasis { map, age: Arc::new(age), witness, pace, failed })
 }
@@ -74,6 +78,7 @@ impl Osd {
         let osd = Rc::new(Osd {
             map_keeper: MapKeeper::new(store, epoch, epoch_step),
             slots: RefCell::new(slots),
+            ending: RefCell::default(),
             removed_pools: RefCell::default(),
             scrub_start: tokio::sync::Mutex::default(),
             shard: Rc::clone(&shard),
@@ -90,8 +95,11 @@ impl Osd {
         connection: OpeningConnection,
     ) -> wire::Result<(SessionId, BindingNumber)> {
         let OpeningConnection { shard: on, id: connection, strand, peer, owner, about, room } = connection;
-        let OpenedSession { id, binding: number, evicted } =
-            self.slots.borrow_mut().open(presented, on, ((about.tenant, peer), &owner))?;
+        let client = ((about.tenant, peer), &owner);
+        let OpenedSession { id, binding: number, evicted } = {
+            let map = self.shard.map.borrow();
+            self.slots.borrow_mut().open(presented, on, client, &map.ended)?
+        };
         if presented.is_none() {
             self.shard.config.audit.record(|| AuditEvent {
                 at_ms: about.opened_ms,
@@ -135,23 +143,80 @@ impl Osd {
         listed.map(info).collect()
     }
 
-    /// Ends a session: the connections that have no other session close, and it cannot be resumed. When this returns, no shard begins
-    /// a request of the session any more.
+    /// Ends a session for good, as [`fence`](Self::fence) does, by order of an operator.
     ///
     /// # Errors
-    /// [`Error::CommandRefused`](wire::Error::CommandRefused) if there is no such session of this tenant;
-    /// with `None`, of any tenant.
-    pub(crate) async fn kill_session(&self, id: SessionId, tenant: Option<u32>) -> wire::Result<()> {
-        let is_seen = self.list_sessions(tenant).iter().any(|session| session.id == id);
-        if !is_seen || !self.slots.borrow_mut().kill(id) {
+    /// [`Error::CommandRefused`] if there is no such session of this tenant; with `None`, of any tenant.
+    /// Otherwise those of [`fence`](Self::fence).
+    pub(crate) async fn kill_session(
+        self: &Rc<Self>,
+        id: SessionId,
+        tenant: Option<u32>,
+    ) -> wire::Result<()> {
+        if !self.list_sessions(tenant).iter().any(|session| session.id == id) {
             let why = format!("there is no session {id}; see `outboard session ls`");
-            return Err(wire::Error::CommandRefused(why));
+            return Err(Error::CommandRefused(why));
         }
+        self.fence(id).await
+    }
+
+    /// Ends a session of the client `owner` for good, on behalf of another session of this client.
+    ///
+    /// # Errors
+    /// [`Error::SessionRefused`] if the node did not create the session for this client. Otherwise those
+    /// of [`fence`](Self::fence).
+    pub(crate) async fn fence_for(
+        self: &Rc<Self>,
+        session: SessionId,
+        owner: &SessionOwner,
+    ) -> wire::Result<()> {
+        if !self.slots.borrow().belongs_to(session, owner) {
+            let why = "this node did not create it for this client".to_owned();
+            return Err(Error::SessionRefused { session, why });
+        }
+        self.fence(session).await
+    }
+
+    /// Ends a session for good. When this returns, no request of the session takes effect any more, on any
+    /// shard, now or after a restart. The node's map stores this before any shard ends the session, so a
+    /// restart cannot undo it. Fencing the session again has no effect.
+    ///
+    /// # Errors
+    /// If the map cannot be saved. The session may continue then.
+    async fn fence(self: &Rc<Self>, session: SessionId) -> wire::Result<()> {
+        self.end_durably(session).await?;
+        self.slots.borrow_mut().remove(session);
         let told = self.shard.tell_each(move |shard| {
-            shard.presence.forget(id);
-            shard.evict(id);
+            shard.presence.forget(session);
+            shard.evict(session);
         });
-        Ok(told.await?)
+        told.await?;
+        self.shard.each(move |shard| async move { shard.drain(session).await }).await?;
+        Ok(())
+    }
+
+    /// Records in the node's map that a session has ended. When this returns, all shards refuse its
+    /// changes. Sessions that end while the map is being saved share the next save.
+    async fn end_durably(self: &Rc<Self>, session: SessionId) -> wire::Result<()> {
+        self.ending.borrow_mut().insert(session);
+        let _one_at_a_time = self.map_keeper.changing.lock().await;
+        let all = std::mem::take(&mut *self.ending.borrow_mut());
+        let mut map = self.shard.map.borrow().clone();
+        let open = self.slots.borrow().open_sessions();
+        for id in &all {
+            if !map.ended.has(*id) {
+                map.ended.add(*id, &open);
+            }
+        }
+        if map.ended == self.shard.map.borrow().ended {
+            return Ok(());
+        }
+        let saved = self.save_map(map).await;
+        if saved.is_err() {
+            // The other callers try again when they have the lock.
+            self.ending.borrow_mut().extend(all.into_iter().filter(|id| *id != session));
+        }
+        saved
     }
 
     /// Ends what a removed user has: the sessions of the user, the sessions that the user has opened for
@@ -162,7 +227,7 @@ impl Osd {
             let mut slots = self.slots.borrow_mut();
             let listed = slots.list().into_iter().filter(|(_, about, _)| of_user(about));
             let mut ended: Vec<SessionId> = listed.map(|(id, ..)| id).collect();
-            ended.retain(|id| slots.kill(*id));
+            ended.retain(|id| slots.remove(*id));
             ended
         };
         let told = self.shard.tell_each(move |shard| {

@@ -96,7 +96,9 @@ impl Shard {
     ) -> wire::Result<()> {
         let ops = [wire::Mutation::Remove];
         let patience = self.config.store_patience;
-        let change = Change { shard: self, place, name, conditions: &[], ops: &ops, origin: None, patience };
+        let (conditions, sources) = (&[], &[]);
+        let change =
+            Change { shard: self, place, name, conditions, ops: &ops, sources, origin: None, patience };
         match change.run(false, async || Ok(Gathered::None)).await {
             Ok(_) | Err(Error::NoSuchObject(_)) => Ok(()),
             Err(e) => Err(e),

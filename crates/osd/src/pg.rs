@@ -18,7 +18,7 @@
 
 use std::cell::{Cell, RefCell};
 use std::collections::hash_map::Entry;
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -77,6 +77,11 @@ pub(crate) struct Pg {
     /// Incarnation in which [`Pg::settle`] has finished, so that no change of an earlier
     /// incarnation can be lost any more; 0 if it never finished.
     settled: Cell<u64>,
+    /// Whether the group may be used only after the store has executed or refused all transactions of
+    /// earlier incarnations, because a session that has ended may have lost one.
+    needs_barrier: Cell<bool>,
+    /// Whether the store has done so since the osd has started.
+    had_barrier: Cell<bool>,
     state: RefCell<State>,
     commits: OpenCommits,
     age: Arc<Age>,
@@ -127,12 +132,16 @@ struct Mark {
     durable: bool,
 }
 
-/// The group's transactions in flight. Readers wait for them, because readers must not see data
-/// that is not durable yet.
+/// The group's transactions in flight. Listings wait for them, because a listing must not show
+/// objects that are not durable yet. A fence waits for those of its session.
 #[derive(Default)]
 struct OpenCommits {
     next: Cell<u64>,
-    outstanding: RefCell<BTreeSet<u64>>,
+    /// The transactions by their numbers, each with the session of its request.
+    outstanding: RefCell<BTreeMap<u64, Option<SessionId>>>,
+    /// Sessions with transactions that may still take effect although they were lost, and the last
+    /// incarnation in which such a transaction was queued.
+    unsure: RefCell<BTreeMap<SessionId, u64>>,
     changed: Notify,
 }
 
@@ -184,6 +193,8 @@ impl Pg {
             loading: Mutex::default(),
             loaded: Cell::new(0),
             settled: Cell::new(0),
+            needs_barrier: Cell::new(false),
+            had_barrier: Cell::new(false),
             state: RefCell::default(),
             commits: OpenCommits::default(),
             age: times.0,
@@ -235,7 +246,11 @@ impl Pg {
     pub(crate) async fn settle(&self) -> StepResult<u64> {
         let incarnation = self.backing.incarnation();
         if self.settled.get() != incarnation {
-            self.backing.settle(&self.cid).await?;
+            if self.backing.settle(&self.cid, self.needs_barrier.get()).await? {
+                self.commits.unsure.borrow_mut().retain(|_, lost| *lost >= incarnation);
+                self.needs_barrier.set(false);
+                self.had_barrier.set(true);
+            }
             if let Some(sole) = &self.sole {
                 sole.check().await?;
             }
@@ -552,17 +567,57 @@ impl Pg {
         if let Some(known) = turn.latest(incarnation) {
             return Ok(known);
         }
-        let info = match self.backing.get_xattr(&self.cid, oid, INFO_XATTR).await {
-            Ok(bytes) => {
-                let corrupt = || Fail::Refused(wire::Error::Corrupt(format!("the record of object {oid}")));
-                Some(ObjectInfo::decode(&bytes).ok_or_else(corrupt)?)
-            }
-            // The collection may not exist yet, because reading an object does not create it.
-            Err(StoreError::NoSuchObject(_) | StoreError::NoSuchCollection(_)) => None,
-            Err(e) => return Err(e.into()),
-        };
+        let info = self.stored_info(oid).await?;
         turn.learn(incarnation, info);
         Ok(info)
+    }
+
+    /// Returns the first of several objects that exists, with its index and its latest state. Another
+    /// request may change the object meanwhile.
+    ///
+    /// An object may move towards the start of the list meanwhile: it is copied there first and removed
+    /// then. So if no object is found, they are looked up once more in the opposite order.
+    pub(crate) async fn first_of(
+        &self,
+        oids: &[ObjectId],
+        incarnation: u64,
+    ) -> StepResult<Option<(usize, ObjectInfo)>> {
+        for (index, oid) in oids.iter().enumerate() {
+            if let Some(info) = self.look(oid, incarnation).await? {
+                return Ok(Some((index, info)));
+            }
+        }
+        if oids.len() == 1 {
+            return Ok(None);
+        }
+        let mut found = None;
+        for (index, oid) in oids.iter().enumerate().rev() {
+            if let Some(info) = self.look(oid, incarnation).await? {
+                found = Some((index, info));
+            }
+        }
+        Ok(found)
+    }
+
+    /// Returns the latest record of an object outside of a turn; `None` if the object does not exist.
+    async fn look(&self, oid: &ObjectId, incarnation: u64) -> StepResult<Option<ObjectInfo>> {
+        let cached = self.objects.borrow().get(oid).and_then(|object| object.turnstile.latest(incarnation));
+        match cached {
+            Some(latest) => Ok(latest),
+            None => self.stored_info(oid).await,
+        }
+    }
+
+    async fn stored_info(&self, oid: &ObjectId) -> StepResult<Option<ObjectInfo>> {
+        match self.backing.get_xattr(&self.cid, oid, INFO_XATTR).await {
+            Ok(bytes) => {
+                let corrupt = || Fail::Refused(wire::Error::Corrupt(format!("the record of object {oid}")));
+                Ok(Some(ObjectInfo::decode(&bytes).ok_or_else(corrupt)?))
+            }
+            // The collection may not exist yet, because reading an object does not create it.
+            Err(StoreError::NoSuchObject(_) | StoreError::NoSuchCollection(_)) => Ok(None),
+            Err(e) => Err(e.into()),
+        }
     }
 
     /// Waits for a ticket's turn on an object. Returns the turn and the current incarnation.
@@ -584,14 +639,35 @@ impl Pg {
         }
     }
 
-    /// Records that a transaction was queued. The transaction counts as in flight until the
-    /// returned guard is dropped.
-    pub(crate) fn committing(&self) -> Committing<'_> {
+    /// Records that a transaction was queued for a request of `session`. The transaction counts as in
+    /// flight until the returned guard is dropped.
+    pub(crate) fn committing(&self, session: Option<SessionId>) -> Committing<'_> {
         let commits = &self.commits;
         let number = commits.next.get();
         commits.next.set(number + 1);
-        commits.outstanding.borrow_mut().insert(number);
+        commits.outstanding.borrow_mut().insert(number, session);
         Committing { commits, number }
+    }
+
+    /// Waits until no transaction of an ended session is in flight any more. One that was lost may still
+    /// take effect, but only before anything that the group does after this call: the group then begins
+    /// with a barrier.
+    pub(crate) async fn drained(&self, session: SessionId) {
+        loop {
+            let changed = self.commits.changed.notified();
+            if !self.commits.outstanding.borrow().values().any(|of| *of == Some(session)) {
+                break;
+            }
+            changed.await;
+        }
+        let has_lost = self.commits.unsure.borrow_mut().remove(&session).is_some();
+        // An earlier start of the osd may have lost a transaction, too.
+        let is_earlier = session.generation() < self.age.generation();
+        if has_lost || (is_earlier && !self.had_barrier.get()) {
+            self.needs_barrier.set(true);
+            // A group that has settled already settles again.
+            self.backing.lost(self.settled.get());
+        }
     }
 
     /// Waits until each transaction queued so far is durable or has failed.
@@ -599,7 +675,7 @@ impl Pg {
         let end = self.commits.next.get();
         loop {
             let changed = self.commits.changed.notified();
-            if self.commits.outstanding.borrow().first().is_none_or(|oldest| *oldest >= end) {
+            if self.commits.outstanding.borrow().first_key_value().is_none_or(|(oldest, _)| *oldest >= end) {
                 return;
             }
             changed.await;
@@ -611,6 +687,17 @@ impl Pg {
 pub(crate) struct Committing<'a> {
     commits: &'a OpenCommits,
     number: u64,
+}
+
+impl Committing<'_> {
+    /// Ends the transaction. `unsure` is the incarnation in which it was queued, if it was lost and may
+    /// still take effect.
+    pub(crate) fn ended(self, unsure: Option<u64>) {
+        let session = self.commits.outstanding.borrow().get(&self.number).copied().flatten();
+        if let (Some(session), Some(incarnation)) = (session, unsure) {
+            self.commits.unsure.borrow_mut().insert(session, incarnation);
+        }
+    }
 }
 
 impl Drop for Committing<'_> {

@@ -4,8 +4,9 @@ use std::cell::Cell;
 use std::rc::Rc;
 
 use array::Group;
+use bytes::Bytes;
 use store::ObjectId;
-use wire::{Error, PartId, placement};
+use wire::{Error, ObjectName, PartId, placement};
 
 use crate::map::PoolRecord;
 use crate::pg::Pg;
@@ -49,6 +50,21 @@ impl ActivePool {
         let index = self.index(placement::group(hash, self.record.pg_count))?;
         let oid = self.record.ids.id(hash, namespace, object, part);
         Ok(ObjectLocation { pg: Rc::clone(&self.pgs[index]), oid })
+    }
+
+    /// Returns the ids of other objects with the placement key of `name`, whose names arrived over the
+    /// wire.
+    ///
+    /// # Errors
+    /// [`Error::BadName`] or [`Error::BadRequest`] if one of the names is invalid, or has another
+    /// placement key.
+    pub(crate) fn siblings(&self, name: &ObjectName, others: &[Bytes]) -> wire::Result<Vec<ObjectId>> {
+        let id = |other: &Bytes| {
+            let other = name.sibling(other)?;
+            let hash = placement::hash(other.namespace(), other.object(), None);
+            Ok(self.record.ids.id(hash, other.namespace(), other.object(), None))
+        };
+        others.iter().map(id).collect()
     }
 
     /// Returns the index of a group in the lists of the shard's groups.

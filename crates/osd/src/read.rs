@@ -19,7 +19,7 @@ use futures::future::Either;
 use futures::stream::{FuturesUnordered, StreamExt};
 use store::{ReadData, ReplyOf, StoreCalls};
 use tokio::time::Instant;
-use wire::{BulkDescriptor, BulkDirection, Error, ObjectName, ObjectReply, Read};
+use wire::{BulkDescriptor, BulkDirection, Error, ObjectName, ObjectReply, Read, ReadFirst};
 
 use crate::backing::BackingFuture;
 use crate::fail::{Fail, StepResult, refusal};
@@ -72,6 +72,46 @@ pub(crate) async fn read(
     let object = place.pg.object(&place.oid);
     let reader = ObjectRead { shard, request, read, name: name.to_string(), place, object };
     reader.run().await.map_err(refusal)
+}
+
+/// Reads data of the first of several objects that exists.
+pub(crate) async fn read_first(
+    shard: &Shard,
+    request: &RequestContext,
+    pool: &ActivePool,
+    wanted: &ReadFirst,
+) -> wire::Result<(ObjectReply, Payload)> {
+    wanted.check()?;
+    let read = &wanted.read;
+    let name: ObjectName = read.name.check()?;
+    let ObjectLocation { pg, oid } = pool.place(name.namespace(), name.object(), None)?;
+    let mut oids = vec![oid];
+    oids.extend(pool.siblings(&name, &wanted.fallbacks)?);
+    let name = name.to_string();
+    loop {
+        let (place, patience) =
+            (ObjectLocation { pg: Rc::clone(&pg), oid: oids[0].clone() }, request.patience(&shard.config));
+        let first = async || {
+            let incarnation = pg.settle().await?;
+            let found = pg.first_of(&oids, incarnation).await;
+            pg.backing.still(incarnation)?;
+            found
+        };
+        let found = patiently(&place, patience, first).await.map_err(refusal)?;
+        let Some((index, _)) = found else { return Err(Error::NoSuchObject(name)) };
+        let place = ObjectLocation { oid: oids[index].clone(), ..place };
+        let object = pg.object(&place.oid);
+        let reader = ObjectRead { shard, request, read, name: name.clone(), place, object };
+        return match reader.run().await.map_err(refusal) {
+            Ok((ObjectReply::Read { version, object_size, sent }, payload)) => {
+                let found = index as u32;
+                Ok((ObjectReply::ReadFirst { found, version, object_size, sent }, payload))
+            }
+            // The object has moved, was removed, or its creation has failed.
+            Err(Error::NoSuchObject(_)) => continue,
+            read => read,
+        };
+    }
 }
 
 impl ObjectRead<'_> {

@@ -17,7 +17,7 @@ use wire::{
 };
 
 use crate::audit_log::{AuditEvent, AuditKind};
-use crate::authorize::{SessionRights, authorize};
+use crate::authorize::{SessionRights, authorize, authorize_fence};
 use crate::clients::ConnectionId;
 use crate::gather::{self, Puller};
 use crate::inflight::{RequestClaim, joined};
@@ -148,7 +148,10 @@ impl Served {
                 self.close_session(head);
                 return true;
             }
-            RequestBody::CloseSession | RequestBody::Renew { .. } | RequestBody::Object(_) => {}
+            RequestBody::CloseSession
+            | RequestBody::Renew { .. }
+            | RequestBody::Fence { .. }
+            | RequestBody::Object(_) => {}
         }
         let shard = Rc::clone(&self.shard);
         let Some((strand, permit)) = self.admit(head.strand).await else {
@@ -341,6 +344,10 @@ impl Shard {
                 Ok((reply, payload)) => (Ok(ReplyBody::Object(reply)), payload),
                 Err(e) => (Err(e), Payload::default()),
             },
+            RequestBody::Fence { session } => {
+                let fenced = self.fence(request, session).await;
+                (fenced.map(|()| ReplyBody::Fenced), Payload::default())
+            }
             RequestBody::Open { .. }
             | RequestBody::Renew { .. }
             | RequestBody::CloseSession
@@ -354,6 +361,35 @@ impl Shard {
         (result, payload)
     }
 
+    /// Ends another session of the client for good.
+    async fn fence(self: &Rc<Shard>, request: &RequestContext, fenced: SessionId) -> wire::Result<()> {
+        let sender = (&*request.rights, request.session, request.connection.peer());
+        let owner = authorize_fence(self, sender, fenced);
+        let fencing = async {
+            let owner = owner?;
+            self.on_first(move |osd| async move { osd.fence_for(fenced, &owner).await }).await?
+        };
+        fencing.await.inspect_err(|e| {
+            if matches!(e, Error::SessionRefused { .. }) {
+                self.audit_refusal(request, e);
+            }
+        })
+    }
+
+    /// Notes the refusal of a request in the audit log.
+    fn audit_refusal(&self, request: &RequestContext, e: &Error) {
+        let peer = request.connection.peer();
+        self.config.audit.record(|| AuditEvent {
+            at_ms: self.config.clock.now_ms(),
+            event: AuditKind::Refused,
+            user: Some(request.rights.user().to_owned()),
+            key: peer.key,
+            peer: Some(peer.address.clone()),
+            what: format!("request {} of session {}", request.head.seq, request.session),
+            why: Some(e.to_string()),
+        });
+    }
+
     /// Executes a request about objects. Returns the reply and its payload.
     async fn carry_out_object(
         self: &Rc<Shard>,
@@ -364,16 +400,7 @@ impl Shard {
         let authorized = authorize(self, &request.rights, &body);
         let pool = authorized.inspect_err(|e| {
             if matches!(e, Error::NotPermitted { .. } | Error::NotAdministrator { .. }) {
-                let peer = request.connection.peer();
-                self.config.audit.record(|| AuditEvent {
-                    at_ms: self.config.clock.now_ms(),
-                    event: AuditKind::Refused,
-                    user: Some(request.rights.user().to_owned()),
-                    key: peer.key,
-                    peer: Some(peer.address.clone()),
-                    what: format!("request {} of session {}", request.head.seq, request.session),
-                    why: Some(e.to_string()),
-                });
+                self.audit_refusal(request, e);
             }
         })?;
         let reply = match body {
@@ -381,6 +408,9 @@ impl Shard {
                 ObjectReply::Mutated(self.mutate(request, &pool, &mutate, payload).await?)
             }
             ObjectRequest::Read(wanted) => return read::read(self, request, &pool, &wanted).await,
+            ObjectRequest::ReadFirst(wanted) => {
+                return read::read_first(self, request, &pool, &wanted).await;
+            }
             ObjectRequest::Query(query) => query::query(self, request, &pool, &query).await?,
             ObjectRequest::List(wanted) => list::list(self, request, &pool, &wanted).await?,
         };
@@ -428,6 +458,7 @@ impl Shard {
         mutate.check()?;
         let name = mutate.name.check()?;
         let place = pool.place(name.namespace(), name.object(), mutate.part.as_ref())?;
+        let sources = pool.siblings(&name, mutate.inherits_from().unwrap_or_default())?;
         let RequestHead { mut seq, acked_through, retry, .. } = request.head;
         if base::mutant!(LookOnOldShard) {
             seq |= u64::from(self.share.shard()) << 32;
@@ -438,6 +469,7 @@ impl Shard {
             name: &name.to_string(),
             conditions: &mutate.conditions,
             ops: &mutate.ops,
+            sources: &sources,
             origin: Some(Origin { session: request.session, seq, acked_through }),
             patience: request.patience(&self.config),
         };

@@ -1,12 +1,14 @@
 //! [`SessionSlots`]: the slots of the osd's sessions, which the first shard hands out.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use base::budget::{Budget, PeerAddress};
 use base::collections::HashMap;
 use identity::{KeyHash, ProofKey};
 use tokio::time::{Duration, Instant};
 use wire::{Error, SessionId};
+
+use crate::ended::EndedSessions;
 
 /// Minimum time that a session must be disconnected or silent before it can lose its slot to a new
 /// session whose address already has its fair share of slots.
@@ -29,8 +31,9 @@ pub(crate) struct SessionSlots {
     dpu_key: ProofKey,
     /// Number of the newest session of this generation.
     last: u32,
-    /// The sessions that operators have ended last, in this order. They cannot be resumed.
-    killed: VecDeque<SessionId>,
+    /// The sessions that were closed or removed last, in this order. They cannot be resumed. Unlike
+    /// [`EndedSessions`], this list is not durable: only the clients of these sessions know their ids.
+    closed: VecDeque<SessionId>,
     bindings: BindingNumber,
     shortages: Shortages,
 }
@@ -70,8 +73,11 @@ pub(crate) struct AboutSession {
     pub(crate) opened_ms: u64,
 }
 
-/// Maximum number of killed sessions that the osd remembers.
-const KILLED_MAX: usize = 4096;
+/// Why a session that has ended is refused.
+pub(crate) const ENDED: &str = "the session has ended: its client has closed it, another session has fenced it, or an operator has ended it";
+
+/// Maximum number of closed sessions that the osd remembers.
+const CLOSED_MAX: usize = 4096;
 
 /// Counts of sessions that lost their slot or got no slot, since the osd started.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -100,7 +106,7 @@ impl SessionSlots {
             generation,
             dpu_key,
             last: 0,
-            killed: VecDeque::new(),
+            closed: VecDeque::new(),
             bindings: 0,
             shortages: Shortages::default(),
         }
@@ -109,23 +115,28 @@ impl SessionSlots {
     /// Binds a session to a connection of a shard: the session that the client presents, or a new
     /// one. The client belongs to a tenant, and has an address. If all slots are taken, another session
     /// may lose its slot by the rules of [`Budget`].
+    ///
+    /// # Errors
+    /// [`Error::SessionRefused`] if the presented session is in `ended`, was closed, or does not belong
+    /// to the client. [`Error::Busy`] if no slot is free.
     pub(crate) fn open(
         &mut self,
         presented: Option<SessionId>,
         shard: u16,
         (peer, owner): ((u32, PeerAddress), &SessionOwner),
+        ended: &EndedSessions,
     ) -> wire::Result<OpenedSession> {
         // The osd must refuse a session id that it never issued. Otherwise a placement group could
         // later mark the id as forgotten, together with all lower numbers. The answer does not tell
         // whether the session exists and belongs to another client.
-        if let Some(session) = presented.filter(|id| self.killed.contains(id)) {
-            return Err(Error::SessionRefused { session, why: "an operator has ended the session".into() });
-        }
         if let Some(session) = presented.filter(|id| !self.is_made(*id, owner)) {
             let why = "this node did not create the session for this client, or has lost its latest state";
             return Err(Error::SessionRefused { session, why: why.to_owned() });
         }
-        let id = presented.map_or_else(|| self.make(owner), Ok)?;
+        if let Some(session) = presented.filter(|id| ended.has(*id) || self.closed.contains(id)) {
+            return Err(Error::SessionRefused { session, why: ENDED.to_owned() });
+        }
+        let id = presented.map_or_else(|| self.make(owner, ended), Ok)?;
         let evicted = self.places.admit(id, peer, Instant::now()).map_err(|full| {
             self.shortages.refused += 1;
             Error::Busy {
@@ -164,17 +175,24 @@ impl SessionSlots {
         all
     }
 
+    /// Returns the sessions that have a slot.
+    pub(crate) fn open_sessions(&self) -> BTreeSet<SessionId> {
+        self.known.keys().copied().collect()
+    }
+
+    /// Returns whether a session belongs to the client `owner`.
+    pub(crate) fn belongs_to(&self, id: SessionId, owner: &SessionOwner) -> bool {
+        self.is_made(id, owner)
+    }
+
     /// Removes a session, which cannot be resumed any more. Returns whether it had a slot.
-    pub(crate) fn kill(&mut self, id: SessionId) -> bool {
-        if self.known.remove(&id).is_none() {
-            return false;
+    pub(crate) fn remove(&mut self, id: SessionId) -> bool {
+        if self.closed.len() == CLOSED_MAX {
+            self.closed.pop_front();
         }
+        self.closed.push_back(id);
         self.places.remove(id);
-        if self.killed.len() == KILLED_MAX {
-            self.killed.pop_front();
-        }
-        self.killed.push_back(id);
-        true
+        self.known.remove(&id).is_some()
     }
 
     /// Records that the session is active, so that silent sessions lose their slots first.
@@ -186,14 +204,20 @@ impl SessionSlots {
     ///
     /// # Errors
     /// [`Error::Busy`] if all numbers of this generation are used up.
-    fn make(&mut self, owner: &SessionOwner) -> wire::Result<SessionId> {
+    fn make(&mut self, owner: &SessionOwner, ended: &EndedSessions) -> wire::Result<SessionId> {
         let used_up = || Error::Busy {
             what: "sessions since the start of the osd".into(),
             limit: u32::MAX.into(),
             advice: "restart the osd".into(),
         };
-        self.last = self.last.checked_add(1).ok_or_else(used_up)?;
-        Ok(session_id(&self.dpu_key, (self.generation, self.last), owner))
+        loop {
+            self.last = self.last.checked_add(1).ok_or_else(used_up)?;
+            let id = session_id(&self.dpu_key, (self.generation, self.last), owner);
+            // An earlier start that could not store its generation may have used it, too.
+            if !ended.has(id) {
+                return Ok(id);
+            }
+        }
     }
 
     /// Returns whether the osd has made the session for the client `owner`, now or in an earlier start.
@@ -214,8 +238,7 @@ impl SessionSlots {
         if known.is_some_and(|known| known.bindings.values().any(|number| *number > newest)) {
             return false;
         }
-        self.known.remove(&session);
-        self.places.remove(session);
+        self.remove(session);
         true
     }
 
@@ -255,7 +278,11 @@ pub fn session_id(dpu_key: &ProofKey, (generation, number): (u64, u32), owner: &
 
 #[cfg(test)]
 mod tests {
+    use std::sync::LazyLock;
+
     use super::*;
+
+    static NONE: LazyLock<EndedSessions> = LazyLock::new(EndedSessions::default);
 
     /// The owner of most sessions, who acts for itself.
     fn first() -> SessionOwner {
@@ -271,32 +298,52 @@ mod tests {
         let owner = first();
         let mut sessions = slots();
         sessions.last = u32::MAX - 1;
-        let newest = sessions.open(None, 0, (A, &owner)).unwrap().id;
-        assert!(matches!(sessions.open(None, 0, (A, &owner)), Err(Error::Busy { .. })));
-        assert_eq!(sessions.open(Some(newest), 0, (A, &owner)).unwrap().id, newest);
+        let newest = sessions.open(None, 0, (A, &owner), &NONE).unwrap().id;
+        assert!(matches!(sessions.open(None, 0, (A, &owner), &NONE), Err(Error::Busy { .. })));
+        assert_eq!(sessions.open(Some(newest), 0, (A, &owner), &NONE).unwrap().id, newest);
+    }
+
+    #[tokio::test]
+    async fn an_ended_session_is_refused_and_its_id_is_not_used_again() {
+        let owner = first();
+        let mut ended = EndedSessions::default();
+        let mut sessions = slots();
+        let fenced = sessions.open(None, 0, (A, &owner), &ended).unwrap().id;
+        ended.add(fenced, &BTreeSet::new());
+        let refused = sessions.open(Some(fenced), 0, (A, &owner), &ended);
+        assert!(matches!(refused, Err(Error::SessionRefused { .. })), "{refused:?}");
+        // The osd has started again, and could not store that it had.
+        let again = slots().open(None, 0, (A, &owner), &ended).unwrap().id;
+        assert_ne!(again, fenced);
+        let newest = sessions.newest_binding();
+        let closed = sessions.open(Some(again), 0, (A, &owner), &ended);
+        assert!(closed.is_err(), "this table has not made the session");
+        let closed = sessions.open(None, 0, (A, &owner), &ended).unwrap();
+        assert!(!sessions.close(closed.id, newest) && sessions.close(closed.id, closed.binding));
+        assert!(sessions.open(Some(closed.id), 0, (A, &owner), &ended).is_err());
     }
 
     #[tokio::test]
     async fn a_session_belongs_to_the_client_that_opened_it_and_to_the_node_that_made_it() {
         let (owner, other) = (first(), SessionOwner { key: [2; 32].into(), for_user: None });
         let mut sessions = slots();
-        let opened = sessions.open(None, 0, (A, &owner)).unwrap().id;
+        let opened = sessions.open(None, 0, (A, &owner), &NONE).unwrap().id;
         let refused = |result: wire::Result<OpenedSession>| match result {
             Err(Error::SessionRefused { why, .. }) => why,
             other => panic!("{other:?}"),
         };
-        let stolen = refused(sessions.open(Some(opened), 0, (A, &other)));
-        let guessed = refused(sessions.open(Some(SessionId(opened.0 ^ 1)), 0, (A, &owner)));
+        let stolen = refused(sessions.open(Some(opened), 0, (A, &other), &NONE));
+        let guessed = refused(sessions.open(Some(SessionId(opened.0 ^ 1)), 0, (A, &owner), &NONE));
         let future = session_id(&ProofKey::default(), (opened.generation(), opened.number() + 1), &owner);
-        let never_made = refused(sessions.open(Some(future), 0, (A, &owner)));
+        let never_made = refused(sessions.open(Some(future), 0, (A, &owner), &NONE));
         assert_eq!([&stolen, &guessed], [&never_made; 2], "the answer does not tell which sessions exist");
         let mut of_other_node =
             SessionSlots::new(3, SessionId::FIRST_GENERATION + 1, ProofKey::new(&[9; 32]));
-        refused(of_other_node.open(Some(opened), 0, (A, &owner)));
+        refused(of_other_node.open(Some(opened), 0, (A, &owner), &NONE));
         let mut after_restart = SessionSlots::new(3, SessionId::FIRST_GENERATION + 1, ProofKey::default());
-        assert_eq!(after_restart.open(Some(opened), 0, (A, &owner)).unwrap().id, opened);
-        refused(after_restart.open(Some(opened), 0, (A, &other)));
-        assert_eq!(sessions.open(Some(opened), 1, (A, &owner)).unwrap().id, opened);
+        assert_eq!(after_restart.open(Some(opened), 0, (A, &owner), &NONE).unwrap().id, opened);
+        refused(after_restart.open(Some(opened), 0, (A, &other), &NONE));
+        assert_eq!(sessions.open(Some(opened), 1, (A, &owner), &NONE).unwrap().id, opened);
     }
 
     const A: (u32, PeerAddress) = (0, PeerAddress::V4([192, 0, 2, 1]));
@@ -309,12 +356,12 @@ mod tests {
         let mut sessions = slots();
         let mut crowd = Vec::new();
         for _ in 0..3 {
-            crowd.push(sessions.open(None, 0, (A, &first())).unwrap());
+            crowd.push(sessions.open(None, 0, (A, &first()), &NONE).unwrap());
             tokio::time::advance(Duration::from_secs(1)).await;
         }
-        assert!(matches!(sessions.open(None, 0, (A, &first())), Err(Error::Busy { limit: 3, .. })));
+        assert!(matches!(sessions.open(None, 0, (A, &first()), &NONE), Err(Error::Busy { limit: 3, .. })));
         sessions.heard(crowd[0].id);
-        let other = sessions.open(None, 0, (B, &first())).unwrap();
+        let other = sessions.open(None, 0, (B, &first()), &NONE).unwrap();
         assert_eq!(
             other.evicted,
             Some(crowd[1].id),
@@ -323,7 +370,7 @@ mod tests {
         // A disconnected session loses its slot first. The session that lost its slot earlier can
         // be opened again.
         assert!(sessions.left(crowd[0].id, 0, crowd[0].binding));
-        let back = sessions.open(Some(crowd[1].id), 0, (A, &first())).unwrap();
+        let back = sessions.open(Some(crowd[1].id), 0, (A, &first()), &NONE).unwrap();
         assert_eq!((back.id, back.evicted), (crowd[1].id, Some(crowd[0].id)));
         assert_eq!(sessions.shortages(), Shortages { reclaimed: 1, refused: 1 });
     }
@@ -331,24 +378,25 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_tenant_with_too_many_sessions_loses_a_slot_to_another_tenant_at_the_same_address() {
         let mut sessions = slots();
-        let crowd: Vec<_> = (0..3).map(|_| sessions.open(None, 0, (A, &first())).unwrap().id).collect();
-        assert!(matches!(sessions.open(None, 0, (A, &first())), Err(Error::Busy { .. })));
-        let other = sessions.open(None, 0, (TENANT, &first())).unwrap();
+        let crowd: Vec<_> =
+            (0..3).map(|_| sessions.open(None, 0, (A, &first()), &NONE).unwrap().id).collect();
+        assert!(matches!(sessions.open(None, 0, (A, &first()), &NONE), Err(Error::Busy { .. })));
+        let other = sessions.open(None, 0, (TENANT, &first()), &NONE).unwrap();
         assert!(crowd.contains(&other.evicted.unwrap()));
     }
 
     #[tokio::test]
     async fn a_session_leaves_when_its_newest_bindings_on_all_shards_have_ended() {
         let mut sessions = slots();
-        let opened = sessions.open(None, 0, (A, &first())).unwrap();
-        let second = sessions.open(Some(opened.id), 1, (A, &first())).unwrap();
-        let again = sessions.open(Some(opened.id), 1, (A, &first())).unwrap();
+        let opened = sessions.open(None, 0, (A, &first()), &NONE).unwrap();
+        let second = sessions.open(Some(opened.id), 1, (A, &first()), &NONE).unwrap();
+        let again = sessions.open(Some(opened.id), 1, (A, &first()), &NONE).unwrap();
         assert!(!sessions.left(opened.id, 1, second.binding), "a newer binding took its place");
         assert!(!sessions.left(opened.id, 0, opened.binding), "shard 1 has a binding");
         assert!(sessions.left(opened.id, 1, again.binding));
         assert!(!sessions.left(opened.id, 1, again.binding), "a binding ends once");
         let newest = sessions.newest_binding();
-        sessions.open(Some(opened.id), 1, (A, &first())).unwrap();
+        sessions.open(Some(opened.id), 1, (A, &first()), &NONE).unwrap();
         assert!(!sessions.close(opened.id, newest), "the session was opened again");
         assert!(sessions.close(opened.id, sessions.newest_binding()));
     }

@@ -405,6 +405,22 @@ impl Shard {
         }
     }
 
+    /// Returns whether the session may not change anything any more.
+    pub(crate) fn has_ended(&self, session: SessionId) -> bool {
+        self.map.borrow().ended.has(session) && !base::mutant!(IgnoreFence)
+    }
+
+    /// Waits until no transaction of an ended session is in flight any more. The shard queues no further
+    /// one, because [`has_ended`](Self::has_ended) is true for the session.
+    pub(crate) async fn drain(self: Rc<Shard>, session: SessionId) {
+        let removing: Vec<Rc<ActivePool>> = self.removing.borrow().values().cloned().collect();
+        for pool in self.pools.all().into_iter().chain(removing) {
+            for pg in &pool.pgs {
+                pg.drained(session).await;
+            }
+        }
+    }
+
     /// Makes the placement groups of this shard forget the results of a closed session.
     fn forget_results(&self, session: SessionId) {
         // Shortly after a start, the osd does not know which sessions from before the start will

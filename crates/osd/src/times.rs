@@ -24,7 +24,7 @@ impl RequestKind {
     pub(crate) fn of(body: &RequestBody) -> RequestKind {
         match body {
             RequestBody::Object(ObjectRequest::Mutate(_)) => RequestKind::Write,
-            RequestBody::Object(ObjectRequest::Read(_)) => RequestKind::Read,
+            RequestBody::Object(ObjectRequest::Read(_) | ObjectRequest::ReadFirst(_)) => RequestKind::Read,
             _ => RequestKind::Other,
         }
     }
@@ -87,7 +87,7 @@ impl Times {
         let [mutate, read, query, list, admin] = &self.kinds;
         let counter = match body {
             RequestBody::Object(ObjectRequest::Mutate(_)) => mutate,
-            RequestBody::Object(ObjectRequest::Read(_)) => read,
+            RequestBody::Object(ObjectRequest::Read(_) | ObjectRequest::ReadFirst(_)) => read,
             RequestBody::Object(ObjectRequest::Query(_)) => query,
             RequestBody::Object(ObjectRequest::List(_)) => list,
             _ => admin,

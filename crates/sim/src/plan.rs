@@ -129,6 +129,9 @@ kinds! {
     HotObjects, "hot-objects", 0;
     /// Each start of the osd has another number of shards. This kind lasts for the whole simulation.
     Shards, "shards", 0;
+    /// Objects have an exclusive owner, and successors fence it while it writes. This kind lasts for the
+    /// whole simulation.
+    Takeover, "takeover", 0;
     /// The operator starts a scrub, changes a setting, creates and removes a pool, or asks for the
     /// status.
     Command, "command", 8;
@@ -241,6 +244,8 @@ pub enum Victim {
     Clients,
     /// The shards of the osd.
     Shards,
+    /// The exclusive owner of objects.
+    Owner,
     /// The pool with this number.
     Pool(usize),
     /// No object: the operator gives a command.
@@ -261,6 +266,7 @@ impl fmt::Display for Victim {
             Victim::Witness => f.write_str("the witness"),
             Victim::Clients => f.write_str("all clients"),
             Victim::Shards => f.write_str("the shards of the osd"),
+            Victim::Owner => f.write_str("the owner of objects"),
             Victim::Pool(number) => write!(f, "pool {number}"),
             Victim::Operator => f.write_str("the operator"),
         }
@@ -451,6 +457,8 @@ pub enum RandomStream {
     Shards(u64),
     /// The guest whose rights change.
     Guest,
+    /// The takeovers of owned objects.
+    Takeover,
 }
 
 /// Returns the random number generator for `stream` in the simulation of `seed`.
@@ -481,6 +489,7 @@ pub fn rng(seed: u64, stream: RandomStream) -> StdRng {
         RandomStream::Shards(n) => (21, n),
         RandomStream::Guest => (22, 0),
         RandomStream::Sharing => (23, 0),
+        RandomStream::Takeover => (24, 0),
     };
     let mut key = [0; 32];
     key[..8].copy_from_slice(&seed.to_le_bytes());
@@ -553,6 +562,7 @@ impl SimulationPlan {
         plan.faults.extend(plan.witness_trouble());
         plan.faults.extend(plan.hot_objects(options));
         plan.faults.extend(plan.many_shards());
+        plan.faults.extend(plan.takeovers());
         plan.faults.retain(|planned| !options.off.contains(&planned.kind));
         if plan.has_hot_objects() {
             let mut rng = self::rng(seed, RandomStream::Hot);
@@ -749,6 +759,14 @@ impl SimulationPlan {
         let (at, lasts, kind) = (Duration::ZERO, self.workload, FaultKind::Shards);
         let fault = PlannedFault { at, lasts, kind, victim: Victim::Shards, detail: rng.random() };
         rng.random_bool(0.5).then_some(fault)
+    }
+
+    /// Takeovers of owned objects, in a third of the plans.
+    fn takeovers(&self) -> Option<PlannedFault> {
+        let mut rng = rng(self.seed, RandomStream::Takeover);
+        let (at, lasts, kind) = (Duration::ZERO, self.workload, FaultKind::Takeover);
+        let fault = PlannedFault { at, lasts, kind, victim: Victim::Owner, detail: rng.random() };
+        rng.random_bool(0.33).then_some(fault)
     }
 
     /// Returns the number of shards of the osd that starts after `earlier` other osds.

@@ -37,6 +37,7 @@ mod faults;
 mod guest;
 mod last_checks;
 mod operator;
+mod owners;
 
 /// Time after the end of all faults within which the node must serve all requests again.
 const HEALING: Duration = Duration::from_secs(30);
@@ -528,6 +529,7 @@ async fn execute(client: &Client, request: &Request, patience: Duration) -> Outc
                 len: (*len).min(READ_MAX),
                 if_version: *if_version,
                 sink: Sink::Bytes,
+                fallbacks: Vec::new(),
             };
             Outcome::of_read(&client.read(request).await)
         }

@@ -11,9 +11,12 @@ use serde::{Deserialize, Serialize};
 use crate::{Reply, ReplyBody, RequestBody, RequestHead, Result as WireResult};
 
 /// Newest version of the object protocol that this program speaks.
-pub const VERSION: u16 = 13;
+pub const VERSION: u16 = 14;
 /// First version of the object protocol in which a connection has several strands.
 pub const VERSION_STRANDS: u16 = 13;
+/// First version of the object protocol in which a client can fence a session, and objects can inherit
+/// from others.
+pub const VERSION_OWNERS: u16 = 14;
 /// Oldest version of the object protocol that this program speaks.
 pub const VERSION_OLDEST: u16 = 12;
 

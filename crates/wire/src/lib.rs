@@ -31,17 +31,17 @@ pub use accounts::{AccountName, AccountRequest, TenantInfo, UserInfo, check_acco
 pub use admin::{AdminReply, AdminRequest, ChannelTuning, PoolLoss, SessionInfo, TuningChange};
 pub use bulk::{BulkDescriptor, BulkDirection, BulkOwner, BulkSegment, MemoryKind, RemoteMemory};
 pub use codec::{
-    DecodeError, VERSION, VERSION_OLDEST, VERSION_STRANDS, decode_body, decode_head, decode_reply,
-    encode_reply, encode_request,
+    DecodeError, VERSION, VERSION_OLDEST, VERSION_OWNERS, VERSION_STRANDS, decode_body, decode_head,
+    decode_reply, encode_reply, encode_request,
 };
 pub use coding::{CodingMode, CodingModeError, CodingRatio};
 pub use error::{AdministratorOf, Error, Result};
-pub use name::{NameError, ObjectName, PoolName, WireName};
+pub use name::{NameError, ObjectName, PoolName, WireName, is_system_namespace};
 pub use redundancy::{DEFAULT_STRIPE_UNIT, MAX_COPIES, MAX_STRIPE, Redundancy, default_stripe_unit};
 pub use reply::{Listed, Mutated, ObjectReply, QueryAnswer, Reply, ReplyBody, SkippedGroups, StatAnswer};
 pub use request::{
     Condition, Data, List, Manifest, Mutate, Mutation, ObjectRequest, OpBytes, PartId, Query, QueryOp, Read,
-    RequestBody, RequestHead,
+    ReadFirst, RequestBody, RequestHead,
 };
 pub use rights::{AccessGrant, RightsError, Scope, Verb, Verbs, Within};
 pub use session::{SessionId, UploadId};

@@ -13,6 +13,8 @@ pub const MAX_OBJECT_SIZE: u64 = 128 << 20;
 pub const MAX_PARTS: u32 = 1 << 20;
 /// Maximum number of conditions, and of ops, in one request.
 pub const MAX_OPS: usize = 64;
+/// Maximum number of objects from which a change may inherit, or to which a read may fall back.
+pub const MAX_FALLBACKS: usize = 1024;
 /// Maximum length of an xattr's name, in bytes.
 pub const MAX_XATTR_NAME: usize = 255;
 /// Maximum size of an xattr's value, in bytes.

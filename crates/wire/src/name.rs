@@ -6,8 +6,8 @@ use std::str::FromStr;
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
-use crate::Error;
 use crate::limits::{MAX_NAMESPACE, MAX_OBJECT_NAME, MAX_POOL_NAME};
+use crate::{Error, placement};
 
 /// Reason why a name is invalid.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
@@ -31,7 +31,7 @@ pub enum NameError {
     NotUtf8(String),
     /// A part of the name contains a forbidden character.
     #[error(
-        "{what} contains {found}; names of pools, namespaces, tenants and users consist of letters, digits, '.', '_' and '-' and start with a letter or digit, and object names contain no NUL"
+        "{what} contains {found}; names of pools, namespaces, tenants and users consist of letters, digits, '.', '_' and '-' and start with a letter or digit, the names of system namespaces start with '_', and object names contain no NUL"
     )]
     BadCharacter {
         /// The part: pool, namespace or object name.
@@ -148,6 +148,24 @@ impl ObjectName {
         &self.object
     }
 
+    /// Returns the name of another object with the same placement key, from the object's name as it
+    /// arrived over the wire.
+    ///
+    /// # Errors
+    /// [`Error::BadName`] if it is invalid, and [`Error::BadRequest`] if the placement keys differ.
+    pub fn sibling(&self, object: &[u8]) -> Result<ObjectName, Error> {
+        let sibling = ObjectName::new(self.pool.clone(), &*self.namespace, utf8("object name", object)?)?;
+        let key = |name: &ObjectName| placement::key(name.namespace(), name.object()).to_owned();
+        if key(&sibling) != key(self) {
+            let why = format!(
+                "\"{sibling}\" and \"{self}\" have different placement keys; in a namespace that starts with '_', \
+                 the key is the part of the name after the last '/', and elsewhere the whole name"
+            );
+            return Err(Error::BadRequest(why));
+        }
+        Ok(sibling)
+    }
+
     /// Returns the cursor with which the ordered listing of a group continues after this name:
     /// `namespace 00 object`.
     #[must_use]
@@ -206,7 +224,17 @@ pub(crate) fn check_account_label(name: &str, limit: usize) -> Result<(), NameEr
 }
 
 pub(crate) fn check_namespace(namespace: &str) -> Result<(), NameError> {
-    check_label("namespace", namespace, MAX_NAMESPACE)
+    check_length("namespace", namespace, MAX_NAMESPACE)?;
+    // Without its first character, the name of a system namespace is a valid namespace.
+    check_label("namespace", namespace.strip_prefix('_').unwrap_or(namespace), MAX_NAMESPACE)
+}
+
+/// Returns whether a namespace is a system namespace: Outboard itself stores objects there, for example
+/// the chunks of disks. Its name starts with `_`. Its objects are placed by their [placement
+/// keys](crate::placement::key).
+#[must_use]
+pub fn is_system_namespace(namespace: &str) -> bool {
+    namespace.starts_with('_')
 }
 
 impl fmt::Display for ObjectName {
@@ -296,6 +324,8 @@ mod tests {
         assert!(matches!(err("p/a\0b"), NameError::BadCharacter { .. }));
         assert!(matches!(err(&format!("p/{}", "é".repeat(513))), NameError::TooLong { len: 1026, .. }));
         assert!(format!("p/{}", "é".repeat(512)).parse::<ObjectName>().is_ok());
+        assert!(matches!(err("p:__x/y"), NameError::BadCharacter { .. }));
+        assert_eq!("p:_x/y".parse::<ObjectName>().unwrap().namespace(), "_x");
         let mut wire = "p/x".parse::<ObjectName>().unwrap().to_wire();
         wire.object = Bytes::from_static(&[0xff]);
         assert!(matches!(wire.check(), Err(NameError::NotUtf8(_))));

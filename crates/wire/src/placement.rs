@@ -1,7 +1,9 @@
 //! Maps an object to its target: name → hash → placement group → target.
 //!
-//! The hash is the low half of xxh3-64 over the namespace, a zero byte and the name. For a part of
-//! a striped object, the hash also covers the part's id. The low bits of the hash select the
+//! The hash is the low half of xxh3-64 over the namespace, a zero byte and the placement key. For a
+//! part of a striped object, the hash also covers the part's id. The placement key is the name of the
+//! object; in a system namespace, only the part of the name after its last `/`. Objects of a system
+//! namespace with the same placement key are therefore in the same placement group. The low bits of the hash select the
 //! placement group, so doubling the number of groups of a pool splits each group in two. A group's
 //! target is the target with the highest random weight (rendezvous hashing). Adding or removing a
 //! target therefore moves only the groups that the target gains or loses.
@@ -10,7 +12,16 @@ use uuid::Uuid;
 use xxhash_rust::xxh3::{Xxh3, xxh3_64_with_seed};
 
 use crate::limits::{DEFAULT_PG_COUNT, MAX_PG_COUNT};
-use crate::{Error, PartId, Result};
+use crate::{Error, PartId, Result, is_system_namespace};
+
+/// Returns the placement key of an object: the part of its name that determines its placement group.
+#[must_use]
+pub fn key<'a>(namespace: &str, object: &'a str) -> &'a str {
+    match object.rsplit_once('/') {
+        Some((_, key)) if is_system_namespace(namespace) => key,
+        _ => object,
+    }
+}
 
 /// Returns the hash of an object's name, or of one part of a striped object.
 #[must_use]
@@ -18,7 +29,7 @@ pub fn hash(namespace: &str, object: &str, part: Option<&PartId>) -> u32 {
     let mut h = Xxh3::new();
     h.update(namespace.as_bytes());
     h.update(&[0]);
-    h.update(object.as_bytes());
+    h.update(key(namespace, object).as_bytes());
     if let Some(part) = part {
         h.update(&[0]);
         h.update(&part.upload.to_bytes());
@@ -98,6 +109,7 @@ mod tests {
         // These values determine where objects are stored. With other values, a node could not find
         // the objects that its drives already contain.
         assert_eq!(hash("", "object", None), 0x6136_2e53);
+        assert_eq!(hash("_disk", "7/1.2", None), 0x3c71_39fa);
         let targets: Vec<Uuid> = (1..=4u128).map(Uuid::from_u128).collect();
         let mut groups = [0usize; 4];
         for pg in 0..1024 {
@@ -109,6 +121,17 @@ mod tests {
             assert_eq!(ranked.iter().collect::<std::collections::BTreeSet<_>>().len(), 4);
         }
         assert!(groups.iter().all(|&n| (200..320).contains(&n)), "{groups:?}");
+    }
+
+    #[test]
+    fn only_in_a_system_namespace_the_placement_key_is_a_part_of_the_name() {
+        assert_eq!(key("_disk", "7/1.2"), "1.2");
+        assert_eq!(key("_disk", "directory"), "directory");
+        assert_eq!(key("_disk", "a/b/"), "");
+        assert_eq!(key("disk_", "7/1.2"), "7/1.2");
+        assert_eq!(key("", "7/1.2"), "7/1.2");
+        assert_eq!(hash("_disk", "7/1.2", None), hash("_disk", "8/1.2", None));
+        assert_ne!(hash("disk", "7/1.2", None), hash("disk", "8/1.2", None));
     }
 
     #[test]

@@ -42,6 +42,8 @@ pub enum ReplyBody {
     Renewed,
     /// Reply to an [`ObjectRequest`](crate::ObjectRequest).
     Object(ObjectReply),
+    /// The session has ended for good.
+    Fenced,
 }
 
 impl From<ObjectReply> for ReplyBody {
@@ -79,6 +81,18 @@ pub enum ObjectReply {
     },
     /// A page of object names.
     Listed(Listed),
+    /// Answer to a read of the first of several objects that exists. The data was sent as that of
+    /// [`Read`](Self::Read).
+    ReadFirst {
+        /// Which object was read: 0 for the first one, then the fallback objects in their order.
+        found: u32,
+        /// The object's version.
+        version: u64,
+        /// The object's size, in bytes.
+        object_size: u64,
+        /// Number of bytes sent.
+        sent: u64,
+    },
 }
 
 /// Effect of a change on its object.

@@ -4,8 +4,8 @@ use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
 use crate::limits::{
-    MAX_OBJECT_SIZE, MAX_OMAP_KEY, MAX_OMAP_VALUE, MAX_OPS, MAX_PAGE, MAX_PARTS, MAX_XATTR_NAME,
-    MAX_XATTR_VALUE,
+    MAX_FALLBACKS, MAX_OBJECT_SIZE, MAX_OMAP_KEY, MAX_OMAP_VALUE, MAX_OPS, MAX_PAGE, MAX_PARTS,
+    MAX_XATTR_NAME, MAX_XATTR_VALUE,
 };
 use crate::name::namespace_from_wire;
 use crate::{BulkDescriptor, Error, ObjectName, PoolName, Result, SessionId, UploadId, WireName};
@@ -65,6 +65,13 @@ pub enum RequestBody {
     /// Ends the strand, but not its session, which the client may resume on another strand or connection.
     /// There is no reply.
     Leave,
+    /// Ends another session of the same client for good. Once the osd has replied, no request of that
+    /// session takes effect any more, whether it was sent before or after, on any shard and across
+    /// restarts. The client may repeat the request.
+    Fence {
+        /// The session to end.
+        session: SessionId,
+    },
 }
 
 impl From<ObjectRequest> for RequestBody {
@@ -84,6 +91,8 @@ pub enum ObjectRequest {
     Read(Read),
     /// Lists a page of object names.
     List(List),
+    /// Reads data of the first of several objects that exists.
+    ReadFirst(ReadFirst),
 }
 
 /// Id of a part of a striped object.
@@ -219,6 +228,12 @@ pub enum Mutation {
     /// Makes the object the head object of a striped object, and replaces the object's data by the
     /// parts that the manifest describes.
     SetManifest(Manifest),
+    /// If the object does not exist, makes it a copy of the first object of this list that exists, with
+    /// data, xattrs and omap. If none of them exists, the op has no effect. The objects belong to the
+    /// namespace of the object, and have its [placement key](crate::placement::key). They must not be
+    /// striped. The op must be the first one of the change. Copies share the drive space of the data
+    /// until one of them overwrites it.
+    Inherit(Vec<Bytes>),
 }
 
 /// A compound: an atomic change of one object.
@@ -294,6 +309,16 @@ pub struct Read {
     pub sink: Option<BulkDescriptor>,
 }
 
+/// A read of the first of several objects that exists. The objects belong to the same namespace and have
+/// the same [placement key](crate::placement::key).
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ReadFirst {
+    /// The read of the first object.
+    pub read: Read,
+    /// Names of the other objects, at most [`MAX_FALLBACKS`].
+    pub fallbacks: Vec<Bytes>,
+}
+
 /// A request for a page of a pool's listing.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct List {
@@ -358,7 +383,36 @@ impl Mutate {
             )));
         }
         self.conditions.iter().try_for_each(Condition::check)?;
+        if self.ops[1..].iter().any(|op| matches!(op, Mutation::Inherit(_))) {
+            return Err(Error::BadRequest("an op that copies another object must be the first op".into()));
+        }
+        if self.part.is_some() && self.inherits_from().is_some() {
+            return Err(Error::BadRequest("a part of a striped object cannot be a copy".into()));
+        }
         self.ops.iter().try_for_each(Mutation::check)
+    }
+
+    /// Returns the names of the objects of which the change may copy one.
+    #[must_use]
+    pub fn inherits_from(&self) -> Option<&[Bytes]> {
+        match self.ops.first() {
+            Some(Mutation::Inherit(names)) => Some(names),
+            _ => None,
+        }
+    }
+}
+
+impl ReadFirst {
+    /// Checks the number of objects.
+    ///
+    /// # Errors
+    /// [`Error::TooLarge`] if there are too many.
+    pub fn check(&self) -> Result<()> {
+        check_count("fallback objects", self.fallbacks.len(), MAX_FALLBACKS)?;
+        match self.read.part {
+            Some(_) => Err(Error::BadRequest("a read of a part has no fallback objects".into())),
+            None => Ok(()),
+        }
     }
 }
 
@@ -424,6 +478,7 @@ impl Mutation {
             }
             Mutation::OmapRemove(keys) => check_count("omap keys", keys.len(), MAX_PAGE as usize),
             Mutation::SetManifest(manifest) => manifest.check(),
+            Mutation::Inherit(names) => check_count("objects to copy", names.len(), MAX_FALLBACKS),
             Mutation::Touch
             | Mutation::Create
             | Mutation::WriteFull(_)

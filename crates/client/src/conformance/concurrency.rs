@@ -84,10 +84,18 @@ async fn a_read_with_a_version_is_refused_after_a_change(client: &Client, pool: 
     let old = object.put("old").await.unwrap().version;
     let read = async |version| {
         let (name, sink) = (object.name().clone(), Sink::Bytes);
-        let read = ReadRequest { name, part: None, offset: 1, len: 10, if_version: Some(version), sink };
+        let read = ReadRequest {
+            name,
+            part: None,
+            offset: 1,
+            len: 10,
+            if_version: Some(version),
+            sink,
+            fallbacks: vec![],
+        };
         client.requests.read(read).await
     };
-    let Ok(ReadReply::Data { version, object_size, len, chunks }) = read(old).await else {
+    let Ok(ReadReply::Data { version, object_size, len, chunks, .. }) = read(old).await else {
         panic!("the version is the object's version")
     };
     assert_eq!((version, object_size, len, chunks.concat()), (old, 3, 2, b"ld".to_vec()));

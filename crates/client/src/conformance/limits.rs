@@ -138,7 +138,7 @@ async fn bulk_descriptors_are_refused_with_a_typed_error(client: &Client, pool: 
     object.put("x").await.unwrap();
     let sink = Sink::Descriptor(descriptor(BulkDirection::Write));
     let name = object.name().clone();
-    let read = ReadRequest { name, part: None, offset: 0, len: 1, if_version: None, sink };
+    let read = ReadRequest { name, part: None, offset: 0, len: 1, if_version: None, sink, fallbacks: vec![] };
     let read = client.requests.read(read).await;
     assert!(matches!(read, Err(Error::Unsupported(_))), "{read:?}");
 }

@@ -11,7 +11,8 @@ use tokio::time::Instant;
 use wire::{Error as NodeError, List, Listed, Mutated, Query, QueryAnswer, UploadId};
 
 use super::{
-    Administration, BoxCall, Call, Capabilities, ChangeRequest, Engine, EngineLimits, ReadReply, ReadRequest,
+    Administration, BoxCall, Call, Capabilities, ChangeRequest, Engine, EngineLimits, Fencing, ReadReply,
+    ReadRequest,
 };
 use crate::{Error, Result};
 
@@ -128,6 +129,10 @@ impl Engine for FaultyEngine {
 
     fn administration(&self) -> Option<&dyn Administration> {
         self.inner.administration()
+    }
+
+    fn fencing(&self) -> Option<&dyn Fencing> {
+        self.inner.fencing()
     }
 
     fn close(&self) -> BoxFuture<'_, ()> {

@@ -3,12 +3,12 @@
 //! [`Model`] implements `docs/semantics.md` in the simplest way: a change clones the object,
 //! applies its operations one after the other, and replaces the object if all of them succeed.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io::{Read, Seek, Write};
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use base::BoxFuture;
@@ -23,8 +23,8 @@ use wire::{
 
 use super::model::{self, BulkRule, ModelledObject, ObjectChange, missing};
 use super::{
-    Administration, BoxCall, Call, Capabilities, ChangeRequest, Engine, EngineLimits, NO_DESCRIPTORS,
-    ReadReply, ReadRequest, Sink, Source,
+    Administration, BoxCall, Call, Capabilities, Capability, ChangeRequest, Engine, EngineLimits, Fencing,
+    NO_DESCRIPTORS, OwnerName, ReadReply, ReadRequest, Refused, Sink, Source,
 };
 use crate::{Error, Result};
 
@@ -35,9 +35,21 @@ use crate::{Error, Result};
 /// closed or dropped.
 #[derive(Debug)]
 pub struct MemEngine {
+    memory: Arc<Memory>,
+    /// Name of this engine as an exclusive owner.
+    owner: u64,
+    closed: AtomicBool,
+}
+
+/// What engines with the same content share.
+#[derive(Debug, Default)]
+struct Memory {
     model: Mutex<Model>,
     file: Option<Mutex<File>>,
-    closed: AtomicBool,
+    /// Number of engines that were created with this content.
+    owners: AtomicU64,
+    /// The engines that were fenced.
+    fenced: Mutex<BTreeSet<u64>>,
 }
 
 impl Default for MemEngine {
@@ -50,7 +62,18 @@ impl MemEngine {
     /// Creates an engine without pools.
     #[must_use]
     pub fn new() -> MemEngine {
-        MemEngine { model: Mutex::default(), file: None, closed: AtomicBool::new(false) }
+        MemEngine::over(Arc::default())
+    }
+
+    /// Creates another engine with the same content. Each of the engines can fence the others.
+    #[must_use]
+    pub fn sibling(&self) -> MemEngine {
+        MemEngine::over(Arc::clone(&self.memory))
+    }
+
+    fn over(memory: Arc<Memory>) -> MemEngine {
+        let owner = memory.owners.fetch_add(1, Ordering::Relaxed);
+        MemEngine { memory, owner, closed: AtomicBool::new(false) }
     }
 
     /// Opens an engine with the content of a file. Creates the file if it does not exist. Waits
@@ -74,21 +97,29 @@ impl MemEngine {
                 ))
             })?
         };
-        let file = Some(Mutex::new(file));
-        Ok(MemEngine { model: Mutex::new(model), file, closed: AtomicBool::new(false) })
+        let (model, file) = (Mutex::new(model), Some(Mutex::new(file)));
+        Ok(MemEngine::over(Arc::new(Memory { model, file, ..Memory::default() })))
     }
 
     fn lock(&self) -> MutexGuard<'_, Model> {
         // A change that panics leaves the object unchanged.
-        self.model.lock().unwrap_or_else(PoisonError::into_inner)
+        self.memory.model.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn fenced(&self) -> MutexGuard<'_, BTreeSet<u64>> {
+        self.memory.fenced.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Locks the model for a call.
     ///
     /// # Errors
-    /// [`Error::Closed`] if the engine is closed.
+    /// [`Error::Fenced`] if the engine was fenced, [`Error::Closed`] if it is closed.
     fn lock_open(&self) -> Result<MutexGuard<'_, Model>> {
         let model = self.lock();
+        if self.fenced().contains(&self.owner) {
+            let (session, why) = (SessionId(self.owner.into()), "another engine has fenced it".into());
+            return Err(Error::Fenced(E::SessionRefused { session, why }));
+        }
         if self.closed.load(Ordering::Relaxed) { Err(Error::Closed) } else { Ok(model) }
     }
 
@@ -100,7 +131,7 @@ impl MemEngine {
     }
 
     fn save(&self) -> std::io::Result<()> {
-        let Some(file) = &self.file else { return Ok(()) };
+        let Some(file) = &self.memory.file else { return Ok(()) };
         let bytes = postcard::to_stdvec(&*self.lock()).map_err(std::io::Error::other)?;
         let mut file = file.lock().unwrap_or_else(PoisonError::into_inner);
         file.rewind()?;
@@ -153,7 +184,11 @@ impl Engine for MemEngine {
     }
 
     fn capabilities(&self) -> Capabilities {
-        Capabilities::NONE
+        Capabilities::NONE.with(Capability::Fence).with(Capability::SameGroup).with(Capability::Inherit)
+    }
+
+    fn fencing(&self) -> Option<&dyn Fencing> {
+        Some(self)
     }
 
     fn administration(&self) -> Option<&dyn Administration> {
@@ -164,6 +199,20 @@ impl Engine for MemEngine {
         self.refuse_calls();
         self.save_or_warn();
         Box::pin(async {})
+    }
+}
+
+impl Fencing for MemEngine {
+    fn owner(&self) -> Result<OwnerName> {
+        drop(self.lock_open()?);
+        OwnerName::from_bytes(self.owner.to_be_bytes().to_vec())
+    }
+
+    fn fence(&self, owner: &OwnerName, _: Instant) -> BoxCall<'_, ()> {
+        let Ok(number) = <[u8; 8]>::try_from(&owner.as_bytes()[..]) else {
+            return Box::new(Refused(|| Error::Argument("this is no name of an engine in memory".into())));
+        };
+        Box::new(FenceCall { engine: self, fenced: u64::from_be_bytes(number) })
     }
 }
 
@@ -216,6 +265,28 @@ impl<R: Send, T: Send> Call<T> for Ask<'_, R, T> {
     }
 }
 
+/// A call that fences another engine.
+struct FenceCall<'a> {
+    engine: &'a MemEngine,
+    fenced: u64,
+}
+
+impl Call<()> for FenceCall<'_> {
+    fn attempt(&mut self) -> BoxFuture<'_, Result<()>> {
+        let answer = match self.engine.lock_open() {
+            Err(e) => Err(e),
+            Ok(_) if self.fenced == self.engine.owner => {
+                Err(E::BadRequest("an engine cannot fence itself; close it instead".into()).into())
+            }
+            Ok(_) => {
+                self.engine.fenced().insert(self.fenced);
+                Ok(())
+            }
+        };
+        Box::pin(async { answer })
+    }
+}
+
 /// Content of a [`MemEngine`], with methods that implement `docs/semantics.md`.
 #[derive(Debug, Default, Serialize, Deserialize)]
 struct Model {
@@ -263,6 +334,19 @@ impl ModelPool {
     }
 }
 
+impl ModelPool {
+    /// Returns the first of several objects that exists, with its index.
+    fn first_of(
+        &self,
+        name: &ObjectName,
+        others: &[Bytes],
+    ) -> Result<Option<(usize, &ModelledObject<Vec<u8>>)>> {
+        let others = others.iter().map(|other| name.sibling(other)).collect::<Result<Vec<_>, E>>()?;
+        let objects = others.iter().map(|other| self.objects.get(&ModelKey::new(other, None)));
+        Ok((0..).zip(objects).find_map(|(index, object)| Some((index, object?))))
+    }
+}
+
 impl Model {
     fn pool(&mut self, name: &str) -> Result<&mut ModelPool> {
         self.pools.get_mut(name).ok_or_else(|| E::NoSuchPool(name.to_owned()).into())
@@ -287,7 +371,15 @@ impl Model {
             })
         };
         let pieces: Vec<Option<Bytes>> = ops.iter().map(piece).collect();
-        let change = ObjectChange { name, conditions, ops, pieces: &pieces, bulk_rule: BulkRule::Parts };
+        let inherited = match change.inherits_from() {
+            Some(names) => pool.first_of(name, names)?.map(|(_, found)| found),
+            None => None,
+        };
+        if pool.objects.get(&key).is_none() && inherited.is_some_and(|from| from.manifest.is_some()) {
+            return Err(model::striped(name, "copying"));
+        }
+        let change =
+            ObjectChange { name, conditions, ops, pieces: &pieces, bulk_rule: BulkRule::Parts, inherited };
         let effect = change.apply(pool.objects.get(&key))?;
         let (size, appended_at) = (effect.size(), effect.appended_at);
         let old = match effect.object {
@@ -317,7 +409,9 @@ impl Model {
         }
         let name = &request.name;
         let pool = self.pool(name.pool())?;
-        let object = pool.objects.get(&ModelKey::new(name, request.part)).ok_or_else(|| missing(name))?;
+        let fallback = pool.first_of(name, &request.fallbacks)?.map(|(index, object)| (index + 1, object));
+        let named = pool.objects.get(&ModelKey::new(name, request.part)).map(|object| (0, object));
+        let (found, object) = named.or(fallback).ok_or_else(|| missing(name))?;
         if let Some(wanted) = request.if_version.filter(|wanted| *wanted != object.version) {
             return Err(E::Changed { wanted, found: object.version }.into());
         }
@@ -334,7 +428,7 @@ impl Model {
             Sink::Memory(memory) => memory.put(0, data),
             Sink::Descriptor(_) => {}
         }
-        Ok(ReadReply::Data { version: object.version, object_size: size, len, chunks })
+        Ok(ReadReply::Data { found, version: object.version, object_size: size, len, chunks })
     }
 
     fn query(&mut self, query: &Query) -> Result<Vec<QueryAnswer>> {

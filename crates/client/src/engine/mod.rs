@@ -27,6 +27,7 @@ mod sink;
 mod source;
 
 use base::BoxFuture;
+use bytes::Bytes;
 use tokio::time::Instant;
 use wire::{List, Listed, Mutated, Query, QueryAnswer, UploadId};
 
@@ -83,10 +84,62 @@ pub trait Engine: std::fmt::Debug + Send + Sync {
         None
     }
 
+    /// Returns how other engines end this one, and how it ends others; `None` if the engine lacks
+    /// [`Capability::Fence`].
+    fn fencing(&self) -> Option<&dyn Fencing> {
+        None
+    }
+
     /// Closes the engine, within two seconds. Calls in progress fail with [`Error::Closed`];
     /// changes among them may have taken effect. Later attempts and
     /// [`next_upload`](Engine::next_upload) also fail with [`Error::Closed`].
     fn close(&self) -> BoxFuture<'_, ()>;
+}
+
+/// The fencing of an engine: an exclusive owner of objects ends the engine of the owner before, so that no
+/// change of that engine can take effect late.
+pub trait Fencing: Send + Sync {
+    /// Returns the name by which another engine can fence this one. The owner stores it where its
+    /// successor finds it, before the owner changes anything else.
+    ///
+    /// # Errors
+    /// [`Error::Fenced`] if this engine was fenced, [`Error::Closed`] if it is closed.
+    fn owner(&self) -> Result<OwnerName>;
+
+    /// Ends another engine of the same client for good. After the call, no change of that engine takes
+    /// effect any more. Its calls fail with [`Error::Fenced`] if the engine was opened as an [exclusive
+    /// owner](crate::Options::exclusive). Fencing an engine again has no effect.
+    fn fence(&self, owner: &OwnerName, deadline: Instant) -> BoxCall<'_, ()>;
+}
+
+/// Name of an engine that owns objects exclusively: up to [`OwnerName::MAX`] bytes with a meaning that
+/// only engines of the same kind know.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct OwnerName(Bytes);
+
+impl OwnerName {
+    /// Maximum length, in bytes.
+    pub const MAX: usize = 64;
+
+    /// Creates a name from its bytes.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if the name is empty or too long.
+    pub fn from_bytes(bytes: impl Into<Bytes>) -> Result<OwnerName> {
+        let bytes = bytes.into();
+        if bytes.is_empty() || bytes.len() > OwnerName::MAX {
+            let text =
+                format!("the name of an owner has {} bytes instead of 1 to {}", bytes.len(), OwnerName::MAX);
+            return Err(Error::Argument(text));
+        }
+        Ok(OwnerName(bytes))
+    }
+
+    /// Returns the bytes of the name.
+    #[must_use]
+    pub fn as_bytes(&self) -> &Bytes {
+        &self.0
+    }
 }
 
 /// A request to an engine. Dropping the call abandons the request; a change that was already

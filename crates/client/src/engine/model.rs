@@ -106,7 +106,7 @@ impl<C: Content> ModelledObject<C> {
 
 /// A change of one object.
 #[derive(Debug, Clone, Copy)]
-pub struct ObjectChange<'a, P> {
+pub struct ObjectChange<'a, C: Content> {
     /// The object, for errors.
     pub name: &'a ObjectName,
     /// Conditions on the object before the change.
@@ -114,9 +114,11 @@ pub struct ObjectChange<'a, P> {
     /// The operations, in the order of their execution.
     pub ops: &'a [Mutation],
     /// Data of each operation; `None` for operations without data.
-    pub pieces: &'a [Option<P>],
+    pub pieces: &'a [Option<C::Piece>],
     /// Operations that the engine refuses after an operation with bulk data.
     pub bulk_rule: BulkRule,
+    /// The object that [`Mutation::Inherit`] copies; `None` if none of its objects exists.
+    pub inherited: Option<&'a ModelledObject<C>>,
 }
 
 /// Effect of a change.
@@ -137,19 +139,23 @@ impl<C: Content> Effect<C> {
     }
 }
 
-impl<P> ObjectChange<'_, P> {
+impl<C: Content> ObjectChange<'_, C> {
     /// Returns the effect of the change on an object. The caller has already checked the change
     /// itself ([`check_payload`], `wire::Mutate::check`).
     ///
     /// # Errors
     /// The first error, in the order that `docs/semantics.md` specifies. The change then has no
     /// effect.
-    pub fn apply<C: Content<Piece = P>>(&self, object: Option<&ModelledObject<C>>) -> Result<Effect<C>> {
+    pub fn apply(&self, object: Option<&ModelledObject<C>>) -> Result<Effect<C>> {
         check_conditions(self.name, object, self.conditions)?;
         let bulk = BulkBlocks::new(self.bulk_rule);
         let mut state = ExecutionState { name: self.name, object: object.cloned(), appended_at: 0, bulk };
         for (op, piece) in self.ops.iter().zip(self.pieces) {
-            state.apply(op, piece.as_ref())?;
+            match op {
+                Mutation::Inherit(_) if state.object.is_some() => {}
+                Mutation::Inherit(_) => state.object = self.inherited.cloned(),
+                op => state.apply(op, piece.as_ref())?,
+            }
         }
         Ok(Effect { object: state.object, appended_at: state.appended_at })
     }
@@ -161,7 +167,8 @@ pub fn missing(name: &ObjectName) -> Error {
     E::NoSuchObject(name.to_string()).into()
 }
 
-fn striped(name: &ObjectName, what: &str) -> Error {
+/// Returns the error for an object that is striped.
+pub(super) fn striped(name: &ObjectName, what: &str) -> Error {
     E::Striped { name: name.to_string(), what: what.to_owned() }.into()
 }
 

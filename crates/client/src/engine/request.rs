@@ -66,6 +66,10 @@ pub struct ReadRequest {
     pub if_version: Option<u64>,
     /// Destination of the data.
     pub sink: Sink,
+    /// Names of objects in the same namespace and with the same placement key. If the object does not
+    /// exist, the read concerns the first of them that exists. Needs
+    /// [`Capability::Inherit`](super::Capability::Inherit).
+    pub fallbacks: Vec<Bytes>,
 }
 
 /// Result of a read.
@@ -73,6 +77,8 @@ pub struct ReadRequest {
 pub enum ReadReply {
     /// The object is not striped.
     Data {
+        /// Which object was read: 0 for the named object, then the fallbacks in their order.
+        found: usize,
         /// The object's version.
         version: u64,
         /// The object's size, in bytes.

@@ -35,7 +35,7 @@ pub(super) async fn read_copy(
     seal: &Seal,
 ) -> Result<Option<(NodeMap, Sealing)>, StartError> {
     let (cid, oid) = (ids::node_collection(), ids::map_object());
-    target.backing.settle(&cid).await.map_err(|e| start_error(target, e))?;
+    target.backing.settle(&cid, false).await.map_err(|e| start_error(target, e))?;
     let corrupt = |detail: String| StartError::CorruptMap { target: target.uuid, detail };
     let mut bytes = match read_pieces(target).await {
         Ok(bytes) => bytes,

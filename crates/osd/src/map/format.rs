@@ -8,10 +8,13 @@ use wire::Redundancy;
 
 use super::{NodeMap, PoolRecord, TargetRecord};
 use crate::accounts::{self, Accounts};
+use crate::ended::EndedSessions;
 use crate::ids::IdLayout;
 use crate::seal::{SEAL_LEN, Seal, Sealing};
 
-const FORMAT: u8 = 5;
+const FORMAT: u8 = 6;
+/// Format of maps without ended sessions.
+const FORMAT_NO_ENDED: u8 = 5;
 /// Format of maps without accounts and without seal.
 const FORMAT_NO_ACCOUNTS: u8 = 4;
 /// Format of maps from before pools had a layout of ids.
@@ -58,10 +61,14 @@ impl NodeMap {
         let (format, rest) =
             bytes.split_first().ok_or_else(|| MapError::Damaged("the copy is empty".into()))?;
         let map = match *format {
-            FORMAT => {
+            FORMAT | FORMAT_NO_ENDED => {
                 let (proof, content) = rest.split_at_checked(SEAL_LEN).ok_or(MapError::Altered)?;
                 let sealing = seal.check(SEAL, &[content], proof).ok_or(MapError::Altered)?;
-                return postcard::from_bytes(content).map(|map| (map, sealing)).map_err(text);
+                let map = match *format {
+                    FORMAT_NO_ENDED => postcard::from_bytes::<MapWithoutEnded>(content).map(NodeMap::from),
+                    _ => postcard::from_bytes(content),
+                };
+                return map.map(|map| (map, sealing)).map_err(text);
             }
             FORMAT_NO_ACCOUNTS => postcard::from_bytes::<MapWithoutAccounts>(rest).map(NodeMap::from),
             FORMAT_HASHED_IDS => postcard::from_bytes::<HashedMap>(rest).map(NodeMap::from),
@@ -79,6 +86,31 @@ impl NodeMap {
             return Err(MapError::Damaged(format!("its epoch {} is too high", map.epoch)));
         }
         Ok((map, Sealing::Missing))
+    }
+}
+
+/// The map in [`FORMAT_NO_ENDED`].
+#[derive(Deserialize)]
+struct MapWithoutEnded {
+    epoch: u64,
+    node: Uuid,
+    targets: Vec<TargetRecord>,
+    next_pool_id: u32,
+    pools: Vec<PoolRecord>,
+    accounts: Accounts,
+}
+
+impl From<MapWithoutEnded> for NodeMap {
+    fn from(old: MapWithoutEnded) -> NodeMap {
+        NodeMap {
+            epoch: old.epoch,
+            node: old.node,
+            targets: old.targets,
+            next_pool_id: old.next_pool_id,
+            pools: old.pools,
+            accounts: old.accounts,
+            ended: EndedSessions::default(),
+        }
     }
 }
 
@@ -128,6 +160,7 @@ impl From<MapWithoutAccounts> for NodeMap {
             next_pool_id: old.next_pool_id,
             pools: old.pools.into_iter().map(PoolRecord::from).collect(),
             accounts: Accounts::new(0),
+            ended: EndedSessions::default(),
         }
     }
 }
@@ -177,6 +210,7 @@ impl From<HashedMap> for NodeMap {
             next_pool_id: old.next_pool_id,
             pools: old.pools.into_iter().map(PoolRecord::from).collect(),
             accounts: Accounts::new(0),
+            ended: EndedSessions::default(),
         }
     }
 }
@@ -209,6 +243,7 @@ impl From<SlotlessMap> for NodeMap {
             next_pool_id: old.next_pool_id,
             pools: old.pools.into_iter().map(PoolRecord::from).collect(),
             accounts: Accounts::new(0),
+            ended: EndedSessions::default(),
         }
     }
 }
@@ -251,6 +286,7 @@ impl From<SingleMap> for NodeMap {
             next_pool_id: old.next_pool_id,
             pools: old.pools.into_iter().map(pool).collect(),
             accounts: Accounts::new(0),
+            ended: EndedSessions::default(),
         }
     }
 }
@@ -278,8 +314,13 @@ mod tests {
             next_pool_id: 2,
             pools: vec![pool],
             accounts: Accounts::new(0),
+            ended: EndedSessions::default(),
         };
         assert_eq!(NodeMap::decode(&map.encode(&seal), &seal), Ok((map.clone(), Sealing::Own)));
+        let parts = (map.epoch, map.node, &map.targets, map.next_pool_id, &map.pools, &map.accounts);
+        let content = postcard::to_allocvec(&parts).unwrap();
+        let without_ended = [&[FORMAT_NO_ENDED][..], &seal.prove(SEAL, &[&content]), &content].concat();
+        assert_eq!(NodeMap::decode(&without_ended, &seal), Ok((map.clone(), Sealing::Own)));
         map.pools[0].ids = IdLayout::Hashed;
         assert_eq!(NodeMap::decode(&map.encode(&seal), &seal), Ok((map.clone(), Sealing::Own)));
         let pools = vec![(1u32, "p", 8u32, 9u64, false, redundancy)];

@@ -1,4 +1,4 @@
-//! The node's map: its targets and pools, and its tenants and users.
+//! The node's map: its targets and pools, its tenants and users, and the sessions that have ended.
 //!
 //! [`NodeMap`] is plain data. `format` encodes it, and `marks` relates it to the targets as the osd
 //! sees them. [`MapStore`] is the only way to the durable map. [`TargetMapStore`] implements it: each
@@ -26,6 +26,7 @@ pub(crate) use self::memory::MemMapStore;
 pub(crate) use self::store::{MapStore, MapUnsaved};
 pub(crate) use self::target_store::TargetMapStore;
 use crate::accounts::{self, Accounts};
+use crate::ended::EndedSessions;
 use crate::ids::IdLayout;
 
 /// Increase of the map epoch at the first change after a start without some targets. These targets
@@ -45,6 +46,8 @@ pub(crate) struct NodeMap {
     pub(crate) pools: Vec<PoolRecord>,
     /// The tenants and their users.
     pub(crate) accounts: Accounts,
+    /// The sessions that may not change anything any more.
+    pub(crate) ended: EndedSessions,
 }
 
 /// A target in the map.
@@ -98,7 +101,8 @@ impl NodeMap {
     pub(crate) fn new(targets: Vec<Uuid>) -> NodeMap {
         let targets = targets.into_iter().map(TargetRecord::new).collect();
         let (node, accounts) = (base::entropy::uuid(), Accounts::new(0));
-        NodeMap { epoch: 1, node, targets, next_pool_id: 1, pools: vec![], accounts }
+        let ended = EndedSessions::default();
+        NodeMap { epoch: 1, node, targets, next_pool_id: 1, pools: vec![], accounts, ended }
     }
 
     /// Whether the map lists a target as lost or out of use, or does not list it because an operator

@@ -75,6 +75,7 @@ async fn newest_map_once(at: &TargetMapStore) -> Result<NodeMap, StartError> {
     if accepts_losses || newer.is_some() {
         map.epoch = map.epoch.max(newer.unwrap_or(0)).max(begun) + MISSING_STEP;
         map.accounts.outdate();
+        map.ended.add_all();
     } else if begun > map.epoch {
         // The save of another map has failed. The storage host may have a copy of that map, and offer it
         // later. From now on, that copy is older than this map, and its epoch is not used again.

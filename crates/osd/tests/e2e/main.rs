@@ -6,7 +6,9 @@
 mod attacks;
 mod common;
 mod engine;
+mod fencing;
 mod hostile;
+mod inherit;
 mod model;
 mod network;
 mod ops;

@@ -154,7 +154,15 @@ async fn a_long_read_during_a_refused_write_returns_the_old_data_although_the_st
         node.waited(1).await;
         node.stores.iter().for_each(|store| store.arm_late_reads(2));
         let (name, sink) = ("pool/object".parse().unwrap(), Sink::Bytes);
-        let request = ReadRequest { name, part: None, offset: 0, len: 4 << 20, if_version: None, sink };
+        let request = ReadRequest {
+            name,
+            part: None,
+            offset: 0,
+            len: 4 << 20,
+            if_version: None,
+            sink,
+            fallbacks: vec![],
+        };
         match client.read(request).await.unwrap() {
             ReadReply::Data { chunks, .. } => chunks.concat(),
             other => panic!("{other:?}"),

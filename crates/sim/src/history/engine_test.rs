@@ -23,8 +23,15 @@ fn execute(engine: &MemEngine, request: &Request) -> Outcome {
         Request::Change(change) => Outcome::of_change(&attempt(engine.mutate(change.to_request(), deadline))),
         Request::Read(RangeRead { object, offset, len, if_version }) => {
             let (name, sink) = (object.clone(), Sink::Bytes);
-            let read =
-                ReadRequest { name, part: None, offset: *offset, len: *len, if_version: *if_version, sink };
+            let read = ReadRequest {
+                name,
+                part: None,
+                offset: *offset,
+                len: *len,
+                if_version: *if_version,
+                sink,
+                fallbacks: vec![],
+            };
             Outcome::of_read(&attempt(engine.read(read, deadline)))
         }
         Request::Query(QueryCall { object, conditions, ops }) => {

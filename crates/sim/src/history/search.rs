@@ -55,6 +55,7 @@ impl<'a> PreparedChange<'a> {
             ops: &self.ops,
             pieces: self.change.pieces(),
             bulk_rule: rule,
+            inherited: None,
         };
         change.apply(state.as_ref()).map_err(|e| RefusalKind::of(&e))
     }

@@ -29,6 +29,8 @@ pub enum Rule {
     Redundancy,
     /// A user does what was granted, and nothing after it was revoked.
     Rights,
+    /// Nothing of a fenced owner takes effect.
+    Fence,
     /// The structure of each target is intact.
     Structure,
 }

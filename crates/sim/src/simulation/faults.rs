@@ -62,6 +62,7 @@ impl Simulation {
             Victim::Clients => {}
             // Each start of the osd has the number of shards of the plan.
             Victim::Shards => {}
+            Victim::Owner => self.change_owners(&planned).await,
             Victim::Memory => {
                 // Half of the faults are so frequent that they hit data that is sent again, too.
                 let mut detail = StdRng::seed_from_u64(planned.detail);

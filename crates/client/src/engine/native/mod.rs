@@ -32,13 +32,13 @@ use messenger::NetworkStack;
 use tokio::time::Instant;
 use wire::{
     AdminReply, AdminRequest, List, Listed, Mutated, ObjectReply, ObjectRequest, Query, QueryAnswer, Read,
-    ReplyBody, UploadId,
+    ReadFirst, ReplyBody, RequestBody, SessionId, UploadId,
 };
 
 use super::administration::AdminCall;
 use super::{
-    Administration, BoxCall, Capabilities, ChangeRequest, Engine, EngineLimits, NO_DESCRIPTORS, ReadReply,
-    ReadRequest, Refused, Sink,
+    Administration, BoxCall, Capabilities, Capability, ChangeRequest, Engine, EngineLimits, Fencing,
+    NO_DESCRIPTORS, OwnerName, ReadReply, ReadRequest, Refused, Sink,
 };
 use crate::options::ControlWay;
 use crate::{Error, Options, Result};
@@ -138,7 +138,7 @@ impl Engine for NativeEngine {
     }
 
     fn read(&self, request: ReadRequest, deadline: Instant) -> BoxCall<'_, ReadReply> {
-        let ReadRequest { name, part, offset, len, if_version, sink } = request;
+        let ReadRequest { name, part, offset, len, if_version, sink, fallbacks } = request;
         let memory = match sink {
             Sink::Bytes => None,
             Sink::Memory(memory) => Some(memory),
@@ -154,10 +154,18 @@ impl Engine for NativeEngine {
         }
         let pushed = window.room > self.session.transfer(&name, part.as_ref()).inline_max;
         let read = Read { name: name.to_wire(), part, offset, len, if_version, sink: None };
-        self.call(ObjectRequest::Read(read), Bulk::Read { window, pushed }, deadline, |answer| {
+        let request = match fallbacks.is_empty() {
+            true => ObjectRequest::Read(read),
+            false => ObjectRequest::ReadFirst(ReadFirst { read, fallbacks }),
+        };
+        self.call(request, Bulk::Read { window, pushed }, deadline, |answer| {
+            let (len, chunks) = (answer.len, answer.data);
             match answer.body {
                 ReplyBody::Object(ObjectReply::Read { version, object_size, .. }) => {
-                    Ok(ReadReply::Data { version, object_size, len: answer.len, chunks: answer.data })
+                    Ok(ReadReply::Data { found: 0, version, object_size, len, chunks })
+                }
+                ReplyBody::Object(ObjectReply::ReadFirst { found, version, object_size, .. }) => {
+                    Ok(ReadReply::Data { found: found as usize, version, object_size, len, chunks })
                 }
                 ReplyBody::Object(ObjectReply::Striped { version, manifest }) => {
                     manifest.check()?;
@@ -194,7 +202,17 @@ impl Engine for NativeEngine {
     }
 
     fn capabilities(&self) -> Capabilities {
-        Capabilities::NONE
+        match self.session.supports_owners() {
+            true => Capabilities::NONE
+                .with(Capability::Fence)
+                .with(Capability::SameGroup)
+                .with(Capability::Inherit),
+            false => Capabilities::NONE,
+        }
+    }
+
+    fn fencing(&self) -> Option<&dyn Fencing> {
+        self.session.supports_owners().then_some(self)
     }
 
     fn administration(&self) -> Option<&dyn Administration> {
@@ -209,6 +227,23 @@ impl Engine for NativeEngine {
 impl Administration for NativeEngine {
     fn administer(&self, request: AdminRequest, _: Instant) -> BoxCall<'_, AdminReply> {
         Box::new(AdminCall::new(&*self.control.0, || self.session.control(), request))
+    }
+}
+
+impl Fencing for NativeEngine {
+    fn owner(&self) -> Result<OwnerName> {
+        OwnerName::from_bytes(self.session.owner()?.0.to_be_bytes().to_vec())
+    }
+
+    fn fence(&self, owner: &OwnerName, deadline: Instant) -> BoxCall<'_, ()> {
+        let Ok(id) = <[u8; 16]>::try_from(&owner.as_bytes()[..]) else {
+            return Box::new(Refused(|| Error::Argument("this is no name of a session with a node".into())));
+        };
+        let body = RequestBody::Fence { session: SessionId(u128::from_be_bytes(id)) };
+        Box::new(NativeCall::new(&self.session, body, Bulk::None, deadline, |answer| match answer.body {
+            ReplyBody::Fenced => Ok(()),
+            other => Err(unexpected(&other)),
+        }))
     }
 }
 

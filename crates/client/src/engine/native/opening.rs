@@ -32,6 +32,8 @@ pub(super) struct DialedStrand {
 
 /// What the osd has answered to `Open`.
 pub(super) struct ShardHello {
+    /// The version of the protocol that client and osd speak.
+    pub(super) version: u16,
     pub(super) session: SessionId,
     /// The shard that has answered.
     pub(super) shard: u16,
@@ -99,11 +101,11 @@ impl DialedStrand {
         self.strand.send(Message { header, payload: Default::default() }).await?;
         match self.incoming.next().await {
             StrandEvent::Reply(reply, _) => match reply.result? {
-                ReplyBody::Opened { session, shard, shards: ports, control, .. } => {
+                ReplyBody::Opened { version, session, shard, shards: ports, control } => {
                     if presented.is_some_and(|presented| presented != session) {
                         return Err(Error::Protocol("the node has opened another session".into()));
                     }
-                    Ok(ShardHello { session, shard, ports, control })
+                    Ok(ShardHello { version, session, shard, ports, control })
                 }
                 other => Err(Error::Protocol(format!("expected an open session, got {other:?}"))),
             },

@@ -7,7 +7,7 @@ use bytes::Bytes;
 use messenger::{BulkRegion, Message};
 use tokio::sync::oneshot;
 use tokio::time::Instant;
-use wire::{Data, ObjectReply, ObjectRequest, ReplyBody, RequestBody, RequestHead};
+use wire::{Data, ObjectReply, ObjectRequest, ReadFirst, ReplyBody, RequestBody, RequestHead};
 
 use super::chunks::{BlockWindow, ChunkSink};
 use super::offered::OfferedSource;
@@ -229,7 +229,9 @@ impl PendingRequest {
                     mutate.data = Data::Bulk(descriptor);
                 }
             }
-            RequestBody::Object(ObjectRequest::Read(read)) => read.sink = descriptor,
+            RequestBody::Object(
+                ObjectRequest::Read(read) | ObjectRequest::ReadFirst(ReadFirst { read, .. }),
+            ) => read.sink = descriptor,
             _ => {}
         }
         let header = wire::encode_request(&head, &self.body);
@@ -291,8 +293,10 @@ impl PendingRequest {
     /// Joins an answer with the data that arrived for it.
     pub(crate) fn collect(&mut self, body: ReplyBody, payload: Payload) -> Answered {
         let sink = self.sink.take();
-        let (Bulk::Read { window, .. }, ReplyBody::Object(ObjectReply::Read { sent, .. })) =
-            (&self.bulk, &body)
+        let (
+            Bulk::Read { window, .. },
+            ReplyBody::Object(ObjectReply::Read { sent, .. } | ObjectReply::ReadFirst { sent, .. }),
+        ) = (&self.bulk, &body)
         else {
             return Ok(Answer { body, data: Vec::new(), len: 0 });
         };

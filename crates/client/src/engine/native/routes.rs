@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use bytes::Bytes;
 use wire::limits::{MAX_PG_COUNT, MAX_POOLS, MAX_SHARDS};
-use wire::{List, ObjectRequest, PartId, RequestBody, placement};
+use wire::{List, ObjectRequest, PartId, ReadFirst, RequestBody, placement};
 
 use crate::{Error, Result};
 
@@ -107,7 +107,9 @@ impl Routes {
         let RequestBody::Object(request) = body else { return Some(0) };
         let (name, part) = match request {
             ObjectRequest::Mutate(mutate) => (&mutate.name, mutate.part.as_ref()),
-            ObjectRequest::Read(read) => (&read.name, read.part.as_ref()),
+            ObjectRequest::Read(read) | ObjectRequest::ReadFirst(ReadFirst { read, .. }) => {
+                (&read.name, read.part.as_ref())
+            }
             ObjectRequest::Query(query) => (&query.name, None),
             ObjectRequest::List(List { group: Some(group), .. }) => {
                 return Some(placement::shard(*group, self.shards()));
@@ -141,7 +143,7 @@ impl Routes {
 fn pool_of(request: &ObjectRequest) -> Option<&Bytes> {
     match request {
         ObjectRequest::Mutate(mutate) => Some(&mutate.name.pool),
-        ObjectRequest::Read(read) => Some(&read.name.pool),
+        ObjectRequest::Read(read) | ObjectRequest::ReadFirst(ReadFirst { read, .. }) => Some(&read.name.pool),
         ObjectRequest::Query(query) => Some(&query.name.pool),
         _ => None,
     }

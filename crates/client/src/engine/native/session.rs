@@ -74,6 +74,8 @@ enum SessionState {
 struct State {
     /// `None` after the node has refused the session, until a link has opened a new one.
     session: Option<SessionId>,
+    /// Version of the object protocol that the osd spoke last.
+    version: u16,
     next_upload: u64,
     table: RequestTable,
     routes: Routes,
@@ -82,6 +84,8 @@ struct State {
     links: Links,
     sizes: ReadSizes,
     closed: bool,
+    /// Why the node refuses the session of an exclusive owner.
+    fenced: Option<wire::Error>,
     /// Why a link could not connect; `None` since a link has connected.
     obstacle: Option<String>,
     /// Whether a link tells the node that the session has ended, or has told it.
@@ -141,6 +145,7 @@ impl ClientSession {
         let routes = Routes::new(endpoint, opened.shard, opened.ports)?;
         let mut state = State {
             session: Some(opened.session),
+            version: opened.version,
             next_upload: 1,
             table: RequestTable::new(),
             routes,
@@ -148,6 +153,7 @@ impl ClientSession {
             links: Links::new(strand.limits()),
             sizes: ReadSizes::default(),
             closed: false,
+            fenced: None,
             obstacle: None,
             tells_end: false,
         };
@@ -174,6 +180,21 @@ impl ClientSession {
         Ok(ClientSession { shared })
     }
 
+    /// Returns the session's id, which stays the same if the client is an exclusive owner.
+    ///
+    /// # Errors
+    /// [`Error::Fenced`] if the session was fenced, [`Error::Closed`] if it is closed.
+    pub(crate) fn owner(&self) -> Result<SessionId> {
+        let state = self.shared.lock();
+        state.check_open()?;
+        state.session.ok_or(Error::Closed)
+    }
+
+    /// Returns whether the node supports exclusive owners: fencing, and objects that inherit from others.
+    pub(crate) fn supports_owners(&self) -> bool {
+        self.shared.lock().version >= wire::VERSION_OWNERS
+    }
+
     /// Returns the session's id.
     pub(crate) fn session(&self) -> Option<SessionId> {
         self.shared.lock().session
@@ -185,7 +206,8 @@ impl ClientSession {
     /// [`Error::Closed`] if the session is closed.
     pub(crate) fn control(&self) -> Result<Option<String>> {
         let state = self.shared.lock();
-        if state.closed { Err(Error::Closed) } else { Ok(state.control.clone()) }
+        state.check_open()?;
+        Ok(state.control.clone())
     }
 
     /// Returns an id for an upload.
@@ -194,7 +216,8 @@ impl ClientSession {
     /// [`Error::Closed`] if the session is closed.
     pub(crate) fn next_upload(&self) -> Result<UploadId> {
         let mut state = self.shared.lock();
-        let session = state.session.filter(|_| !state.closed).ok_or(Error::Closed)?;
+        state.check_open()?;
+        let session = state.session.ok_or(Error::Closed)?;
         state.next_upload += 1;
         Ok(UploadId { session, number: state.next_upload - 1 })
     }
@@ -356,9 +379,7 @@ impl Shared {
             let room = self.room.notified();
             {
                 let mut state = self.lock();
-                if state.closed {
-                    return Err(Error::Closed);
-                }
+                state.check_open()?;
                 if state.table.has_room() {
                     return Ok(state.table.add(pending));
                 }
@@ -373,6 +394,7 @@ impl Shared {
         let (strand, message, repeats_change) = {
             let mut guard = self.lock();
             let state = &mut *guard;
+            state.check_open()?;
             let Some(pending) = state.table.get_mut(seq) else { return Err(Error::Closed) };
             pending.begin(done, &state.routes)?;
             let shard = pending.shard();
@@ -467,6 +489,13 @@ impl Shared {
             // The node has answered to a new capability.
             return reply.result.is_ok();
         }
+        if let Err(e @ wire::Error::SessionRefused { session, .. }) = &reply.result
+            && self.options.exclusive
+            && state.session == Some(*session)
+        {
+            self.end_by_fence(state, e);
+            return true;
+        }
         let is_last =
             |state: &State| state.links.is_draining(shard, number) && !state.table.is_in_flight_on(number);
         if let Err(wire::Error::WrongShard { groups, shards }) = reply.result {
@@ -536,6 +565,7 @@ impl Shared {
             assert!(state.session.is_none(), "only one link opens a new session");
             state.session = Some(opened.session);
         }
+        state.version = opened.version;
         if state.session != Some(opened.session) {
             return Ok(None);
         }
@@ -614,6 +644,10 @@ impl Shared {
         if matches!(e, wire::Error::SessionRefused { .. }) && presented.is_some() {
             // Otherwise another link has learned of the refusal before.
             if state.session == presented {
+                if self.options.exclusive {
+                    self.end_by_fence(state, e);
+                    return;
+                }
                 tracing::warn!(shard, error = %e, "the node refuses the session; opening a new one");
                 state.session = None;
                 state.table.leave_session(e);
@@ -623,6 +657,15 @@ impl Shared {
             tracing::warn!(shard, error = %e, "the node refuses this client");
             state.table.fail_unsent(shard, || e.clone().into());
         }
+    }
+
+    /// Ends the session of an exclusive owner, because the node refuses it.
+    fn end_by_fence(&self, mut state: MutexGuard<'_, State>, e: &wire::Error) {
+        tracing::warn!(error = %e, "the node refuses the session of an exclusive owner");
+        state.fenced = Some(e.clone());
+        state.table.end_by_fence(e);
+        drop(state);
+        self.begin_close();
     }
 
     /// Fails the requests that wait for a shard, because the node does not accept this client's key, or
@@ -689,6 +732,18 @@ fn is_passing(e: &wire::Error) -> bool {
 }
 
 impl State {
+    /// Checks that the session accepts requests.
+    ///
+    /// # Errors
+    /// [`Error::Fenced`] if it was fenced, [`Error::Closed`] if it is closed.
+    fn check_open(&self) -> Result<()> {
+        match &self.fenced {
+            Some(e) => Err(Error::Fenced(e.clone())),
+            None if self.closed => Err(Error::Closed),
+            None => Ok(()),
+        }
+    }
+
     /// Marks the requests that are in flight on a lost connection as not sent, and wakes the links
     /// that can send them.
     fn requeue_from(&mut self, number: u64) {

@@ -85,6 +85,14 @@ impl RequestTable {
         self.pending.values_mut().for_each(|pending| pending.leave_session(e));
     }
 
+    /// Fails all requests, because the node refuses the session of an exclusive owner.
+    pub(crate) fn end_by_fence(&mut self, e: &wire::Error) {
+        for pending in self.pending.values_mut() {
+            let is_unknown = pending.is_bound_to_session();
+            pending.fail(Error::Fenced(e.clone()), is_unknown);
+        }
+    }
+
     /// Fails the requests that wait to be sent to a shard, because the shard refuses this client.
     pub(crate) fn fail_unsent(&mut self, shard: u16, error: impl Fn() -> Error) {
         for pending in self.pending.values_mut().filter(|pending| pending.is_unsent(shard)) {

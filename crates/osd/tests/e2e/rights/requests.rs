@@ -12,7 +12,7 @@ use serde::de::{Deserializer, Error as _, Visitor};
 use wire::AccountRequest::Revoke;
 use wire::{
     BulkDescriptor, BulkDirection, BulkOwner, BulkSegment, Condition, Data, Error, List, MemoryKind, Mutate,
-    Mutation, ObjectReply, ObjectRequest, OpBytes, Read, ReplyBody, RequestBody, Verbs,
+    Mutation, ObjectReply, ObjectRequest, OpBytes, Read, ReadFirst, ReplyBody, RequestBody, SessionId, Verbs,
 };
 
 use super::table::{Answers, CALLERS, Table, unexpected};
@@ -143,6 +143,20 @@ fn list(namespace: Option<&'static str>, prefix: &'static str) -> RequestBody {
     .into()
 }
 
+/// Returns a change of an object that may begin as a copy of another one.
+fn copy(object: &str, of: &'static str) -> RequestBody {
+    let (name, part, conditions) = (name(object), None, vec![]);
+    let ops = vec![Mutation::Inherit(vec![of.into()]), Mutation::Touch];
+    ObjectRequest::Mutate(Mutate { name, part, conditions, ops, data: Data::None }).into()
+}
+
+/// Returns a read of an object, or of another one.
+fn read_first(object: &str, other: &'static str) -> RequestBody {
+    let name = name(object);
+    let read = Read { name, part: None, offset: 0, len: 1, if_version: None, sink: None };
+    ObjectRequest::ReadFirst(ReadFirst { read, fallbacks: vec![other.into()] }).into()
+}
+
 /// Returns all requests of the table, in the order in which they are made.
 fn cases() -> Vec<Case> {
     let same = Condition::Bytes(0, "x".into());
@@ -162,12 +176,17 @@ fn cases() -> Vec<Case> {
         list(Some(""), "a/x"),
         read_into_memory(),
         write_from_memory(),
+        copy("a/x", "a/y"),
+        copy("a/x", "b/x"),
+        read_first("a/x", "a/y"),
+        read_first("a/x", "b/x"),
     ];
     requests.extend(matching.map(|condition| write("c/x", vec![condition])));
     requests.extend([
         RequestBody::Renew { capability: Bytes::new() },
         opening(None, Bytes::new()),
         RequestBody::Leave,
+        RequestBody::Fence { session: SessionId(0) },
         RequestBody::CloseSession,
     ]);
     let mut cases: Vec<Case> =
@@ -180,7 +199,8 @@ fn cases() -> Vec<Case> {
 impl Case {
     /// Returns the name of the row. A new request does not compile without its row.
     fn row(&self) -> String {
-        let place = |object: &wire::WireName| String::from_utf8(object.object.to_vec()).unwrap();
+        let text = |bytes: &Bytes| String::from_utf8(bytes.to_vec()).unwrap();
+        let place = |object: &wire::WireName| text(&object.object);
         let whose = match self.naming {
             Naming::Nothing => "memory of a third party",
             Naming::ThirdParty => "memory that the capability names",
@@ -190,14 +210,20 @@ impl Case {
             RequestBody::Renew { .. } => "Renew".into(),
             RequestBody::CloseSession => "CloseSession".into(),
             RequestBody::Leave => "Leave".into(),
+            RequestBody::Fence { .. } => "Fence".into(),
             RequestBody::Object(request) => match request {
                 ObjectRequest::Read(Read { sink: Some(_), .. }) => format!("Read into {whose}"),
                 ObjectRequest::Read(read) => format!("Read {}", place(&read.name)),
+                ObjectRequest::ReadFirst(ReadFirst { read, fallbacks }) => {
+                    format!("ReadFirst {} or else {}", place(&read.name), text(&fallbacks[0]))
+                }
                 ObjectRequest::Query(query) => format!("Query {}", place(&query.name)),
                 ObjectRequest::Mutate(Mutate { data: Data::Bulk(_), .. }) => format!("Mutate from {whose}"),
                 ObjectRequest::Mutate(mutate) => {
                     let conditional = if mutate.conditions.is_empty() { "" } else { " if the data matches" };
-                    format!("Mutate {}{conditional}", place(&mutate.name))
+                    let copied =
+                        mutate.inherits_from().map(|from| format!(" as a copy of {}", text(&from[0])));
+                    format!("Mutate {}{conditional}{}", place(&mutate.name), copied.unwrap_or_default())
                 }
                 ObjectRequest::List(list) => {
                     let prefix = String::from_utf8(list.prefix.to_vec()).unwrap();
@@ -226,9 +252,13 @@ impl Case {
     fn verbs(&self) -> &'static [&'static str] {
         let RequestBody::Object(request) = &self.request else { return &[] };
         match request {
-            ObjectRequest::Read(_) | ObjectRequest::Query(_) => &["read"],
+            ObjectRequest::Read(_) | ObjectRequest::ReadFirst(_) | ObjectRequest::Query(_) => &["read"],
             ObjectRequest::List(_) => &["list"],
-            ObjectRequest::Mutate(mutate) if mutate.conditions.is_empty() => &["write"],
+            ObjectRequest::Mutate(mutate)
+                if mutate.conditions.is_empty() && mutate.inherits_from().is_none() =>
+            {
+                &["write"]
+            }
             ObjectRequest::Mutate(_) => &["write", "read"],
         }
     }
@@ -239,6 +269,8 @@ impl Case {
             RequestBody::Open { .. } => return matches!(answer, Ok(ReplyBody::Opened { .. })),
             RequestBody::Renew { .. } => return matches!(answer, Ok(ReplyBody::Renewed)),
             RequestBody::CloseSession => return matches!(answer, Ok(ReplyBody::Closed)),
+            // Only a client with a valid capability learns that the session is not its own.
+            RequestBody::Fence { .. } => return matches!(answer, Err(Error::SessionRefused { .. })),
             // It has no answer.
             RequestBody::Leave => return false,
             RequestBody::Object(object) => object,
@@ -247,7 +279,13 @@ impl Case {
         // party.
         let is_out_of_reach =
             |why: &str| why.contains("memory of a third party, which this stack cannot reach");
+        // After the right was checked, the osd refuses, because the names have different placement keys.
+        let is_unrelated = |why: &str| why.contains("have different placement keys");
         match (answer, object) {
+            (Err(Error::BadRequest(why)), ObjectRequest::ReadFirst(_)) => is_unrelated(why),
+            (Err(Error::BadRequest(why)), ObjectRequest::Mutate(mutate)) => {
+                mutate.inherits_from().is_some() && is_unrelated(why)
+            }
             (Err(Error::TransferFailed(why)), _) => self.names_memory() && is_out_of_reach(why),
             (Ok(ReplyBody::Object(_)), _) if self.names_memory() => false,
             (Ok(ReplyBody::Object(ObjectReply::Mutated(_))), ObjectRequest::Mutate(_))
