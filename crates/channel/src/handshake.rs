@@ -31,7 +31,7 @@ use crate::{
 };
 
 /// Version of the channel's protocol.
-pub const VERSION: u16 = 12;
+pub const VERSION: u16 = 13;
 /// Maximum length of a handshake frame, in bytes.
 const MAX_HANDSHAKE: usize = 64 << 10;
 /// Interval of the keepalive probes to a silent TCP peer.

@@ -12,8 +12,8 @@ use bytes::Bytes;
 
 use crate::request::{FromReply, take};
 use crate::{
-    CollectionId, MetadataQuery, ObjectId, Page, ReadData, Result, Space, StageId, Stat, StoreError,
-    StoreReply, StoreRequest, Transaction,
+    CollectionId, MetadataQuery, ObjectExtents, ObjectId, Page, ReadData, Result, Space, StageId, Stat,
+    StoreError, StoreReply, StoreRequest, Transaction,
 };
 
 /// Access to collections of objects. An object has data, xattrs and an omap. Atomic transactions
@@ -185,6 +185,23 @@ pub trait StoreCalls: Submit {
     /// Returns the size of an object and the drive space that it occupies.
     fn stat(&self, cid: &CollectionId, oid: &ObjectId) -> ReplyOf<Self::Reply, Stat> {
         answer(self.query(cid, MetadataQuery::Stat { oid: oid.clone() }))
+    }
+
+    /// Returns the extents of an object in the `len` bytes at `offset`: the ranges that have blocks.
+    /// Blocks of zeros that were written count, too. A range is a hole if it was never written, and
+    /// each whole block of it that was zeroed or truncated later. A store with redundancy may count a
+    /// hole as an extent, but never the other way round.
+    ///
+    /// One answer has at most [`MAX_EXTENTS`](crate::MAX_EXTENTS) ranges and need not cover the whole
+    /// range: see [`ObjectExtents::end`].
+    fn extents(
+        &self,
+        cid: &CollectionId,
+        oid: &ObjectId,
+        offset: u64,
+        len: u64,
+    ) -> ReplyOf<Self::Reply, ObjectExtents> {
+        answer(self.query(cid, MetadataQuery::Extents { oid: oid.clone(), offset, len }))
     }
 
     /// Returns the value of xattr `name` of an object.

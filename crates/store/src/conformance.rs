@@ -8,10 +8,11 @@ mod cases;
 mod random;
 mod stripes;
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use base::BoxFuture;
-use base::block::Payload;
+use base::block::{BLOCK, Payload};
 use bytes::Bytes;
 
 use crate::{CollectionId, ObjectId, ObjectStore, Op, StoreCalls, Transaction, WriteSource};
@@ -89,6 +90,28 @@ pub(crate) async fn read_all(store: &dyn ObjectStore, c: &CollectionId, o: &Obje
     read.verify().expect("checksums");
     assert_eq!(read.object_size, size);
     read.contiguous()
+}
+
+/// Returns all extents of an object. Checks each answer, and the drive space of the object.
+pub(crate) async fn extents(store: &dyn ObjectStore, c: &CollectionId, o: &ObjectId) -> Vec<Range<u64>> {
+    let mut all: Vec<Range<u64>> = Vec::new();
+    let stat = store.stat(c, o).await.expect("stat");
+    let mut offset = 0;
+    while offset < stat.size {
+        let found = store.extents(c, o, offset, stat.size - offset).await.expect("extents");
+        found.check(offset, stat.size - offset).expect("a valid answer");
+        assert_eq!(found.object_size, stat.size);
+        for range in found.ranges {
+            match all.last_mut() {
+                Some(last) if last.end == range.start => last.end = range.end,
+                _ => all.push(range),
+            }
+        }
+        offset = found.end;
+    }
+    let allocated: u64 = all.iter().map(|range| range.end.next_multiple_of(BLOCK) - range.start).sum();
+    assert_eq!(stat.allocated, allocated, "the space of an object is the space of its extents");
+    all
 }
 
 #[cfg(test)]

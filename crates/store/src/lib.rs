@@ -25,6 +25,7 @@ mod block;
 #[cfg(any(test, feature = "conformance"))]
 pub mod conformance;
 mod error;
+mod extents;
 mod found;
 /// A store on a drive that records its history, for tests of power failures.
 #[cfg(any(test, feature = "conformance"))]
@@ -54,6 +55,7 @@ pub use block::{
     fsck,
 };
 pub use error::{Area, Result, StoreError};
+pub use extents::{ExtentsPage, MAX_EXTENTS, ObjectExtents};
 pub use found::{Page, ReadData, Stat};
 pub use mem_store::MemStore;
 pub use remount::RemountedStore;

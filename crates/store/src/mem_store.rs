@@ -421,6 +421,7 @@ impl State {
                 let entries = object.omap.range(from..).map(|(k, v)| (k.clone(), v.clone()));
                 QueryReply::PairsPage(page(entries, limit, |(k, v)| k.len() + v.len()))
             }
+            MetadataQuery::Extents { offset, len, .. } => QueryReply::Extents(object.extents(offset, len)),
             MetadataQuery::List { from, limit } => {
                 let ids = self.collection(cid)?.keys();
                 let ids = ids.filter(|oid| from.as_ref().is_none_or(|from| *oid >= from)).cloned();

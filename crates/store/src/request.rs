@@ -6,7 +6,10 @@ use base::mem::ArenaBuf;
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
-use crate::{CollectionId, ObjectId, Page, ReadData, Result, Space, StageId, Stat, StoreError, Transaction};
+use crate::{
+    CollectionId, ObjectExtents, ObjectId, Page, ReadData, Result, Space, StageId, Stat, StoreError,
+    Transaction,
+};
 
 /// One request to a store. Each request is documented at the corresponding method of
 /// [`StoreCalls`](crate::StoreCalls).
@@ -129,6 +132,15 @@ pub enum MetadataQuery {
         /// Maximum number of objects in the page.
         limit: u64,
     },
+    /// Returns the extents of an object in a range.
+    Extents {
+        /// The object.
+        oid: ObjectId,
+        /// Start of the range, in bytes.
+        offset: u64,
+        /// Length of the range, in bytes.
+        len: u64,
+    },
 }
 
 impl MetadataQuery {
@@ -141,7 +153,8 @@ impl MetadataQuery {
             | MetadataQuery::Xattrs { oid }
             | MetadataQuery::OmapHeader { oid }
             | MetadataQuery::OmapGet { oid, .. }
-            | MetadataQuery::OmapIterate { oid, .. } => Some(oid),
+            | MetadataQuery::OmapIterate { oid, .. }
+            | MetadataQuery::Extents { oid, .. } => Some(oid),
             MetadataQuery::List { .. } => None,
         }
     }
@@ -160,6 +173,8 @@ pub enum QueryReply {
     PairsPage(Page<(Bytes, Bytes)>),
     /// A page of object ids.
     Objects(Page<ObjectId>),
+    /// Extents of an object.
+    Extents(ObjectExtents),
 }
 
 /// The reply to a [`StoreRequest`].
@@ -242,6 +257,7 @@ from_reply! {
     Vec<(Bytes, Bytes)>: StoreReply::Query(QueryReply::Pairs(pairs)) => pairs;
     Page<(Bytes, Bytes)>: StoreReply::Query(QueryReply::PairsPage(page)) => page;
     Page<ObjectId>: StoreReply::Query(QueryReply::Objects(page)) => page;
+    ObjectExtents: StoreReply::Query(QueryReply::Extents(extents)) => extents;
     Vec<CollectionId>: StoreReply::Collections(collections) => collections;
     Space: StoreReply::Space(space) => space;
 }

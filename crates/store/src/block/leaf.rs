@@ -4,6 +4,8 @@
 //! first block u48 with *shared* in the top bit, checksums}. Changes are made on the encoded form
 //! ([`PackedLeaf`]), because most changes concern a few of its up to 256 blocks.
 
+use std::ops::Range;
+
 use bytes::{BufMut, Bytes, BytesMut};
 
 use super::records::corrupt;
@@ -222,6 +224,12 @@ impl PackedLeaf {
         Ok(blocks)
     }
 
+    /// Returns the positions that are not holes, as ranges in ascending order. All block numbers must
+    /// be less than `limit`.
+    pub(crate) fn mapped(&self, limit: u64) -> impl Iterator<Item = Result<Range<u64>>> {
+        LeafRuns::new(&self.0, limit).map(|run| run.map(|run| run.at as u64..run.end() as u64))
+    }
+
     /// Returns all blocks. All block numbers must be less than `limit`.
     pub(crate) fn blocks(&self, limit: u64) -> impl Iterator<Item = Result<BlockRef>> {
         LeafRuns::new(&self.0, limit).flat_map(|run| {
@@ -414,6 +422,8 @@ mod tests {
             let found = packed.part(2000, part.start, part.end).unwrap();
             prop_assert!(found.into_iter().eq(part.map(at)));
             prop_assert_eq!(packed.get(2000, first).unwrap(), at(first));
+            let mapped = packed.mapped(2000).flat_map(Result::unwrap);
+            prop_assert!(mapped.eq((0..LEAF_BLOCKS).filter(|place| at(*place).is_some())));
         }
 
         /// A change of the encoded leaf has the same result as a change of the decoded leaf, byte for

@@ -11,13 +11,18 @@ use super::leaf::{BlockRef, LEAF_BLOCKS, PackedLeaf};
 use super::messages::{ReplySender, send};
 use super::need::Need;
 use super::reads::{Look, PendingRead, ReadRange};
-use super::records::{Onode, decode_oid, key};
+use super::records::{Onode, corrupt, decode_oid, key};
 use super::requests::Purpose;
 use super::view::{Loaded, Scanned};
-use crate::{MAX_READ, MetadataQuery, ObjectId, Page, QueryReply, ReadData, Result, Stat, StoreError};
+use crate::{
+    ExtentsPage, MAX_READ, MAX_STORED_OBJECT, MetadataQuery, ObjectExtents, ObjectId, Page, QueryReply,
+    ReadData, Result, Stat, StoreError,
+};
 
 /// Maximum size of a page of a listing, in bytes.
 const PAGE_BYTES: usize = 1 << 20;
+/// Length of the part of an object that one leaf covers, in bytes.
+const LEAF_BYTES: u64 = LEAF_BLOCKS * BLOCK;
 
 /// Reason why a read or query cannot be executed now.
 enum QueryStop {
@@ -137,7 +142,60 @@ impl Core {
                 let scanned = self.view.scan(None, loaded, &start, &end, limit, PAGE_BYTES)?;
                 QueryReply::Objects(list_page(scanned)?)
             }
+            MetadataQuery::Extents { offset, len, .. } => {
+                QueryReply::Extents(self.extents(&onode, *offset, *len, loaded)?)
+            }
         })
+    }
+
+    /// Returns the extents of an object in a range. One answer examines leaves of about
+    /// [`PAGE_BYTES`].
+    fn extents(
+        &self,
+        onode: &Onode,
+        offset: u64,
+        len: u64,
+        loaded: &Loaded,
+    ) -> Result<ObjectExtents, QueryStop> {
+        let mut page = ExtentsPage::new(offset, len, onode.size);
+        let wanted = page.wanted();
+        if wanted.is_empty() || onode.blocks == 0 {
+            return Ok(page.finish());
+        }
+        let (mut first, end) =
+            (wanted.start / LEAF_BYTES, wanted.end.min(MAX_STORED_OBJECT).div_ceil(LEAF_BYTES));
+        if first == 0 && !onode.leaf.is_empty() {
+            self.add_leaf(&mut page, 0, onode.leaf.clone())?;
+            first = 1;
+        }
+        let (from, to) = (key::leaf(onode.nid, first), key::leaf(onode.nid, end));
+        let (leaves, more) = self.view.scan(None, loaded, &from, &to, usize::MAX, PAGE_BYTES)?;
+        let mut next = first;
+        for (key, leaf) in leaves {
+            let number = <[u8; 8]>::try_from(&key::rest(&key)[..])
+                .map_err(|_| corrupt("key of a leaf", "its length is wrong"))?;
+            let number = u64::from_be_bytes(number);
+            if !self.add_leaf(&mut page, number, leaf)? {
+                return Ok(page.finish());
+            }
+            next = number + 1;
+        }
+        if more {
+            page.end_at(next * LEAF_BYTES);
+        }
+        Ok(page.finish())
+    }
+
+    /// Adds the blocks of a leaf to an answer. Returns `false` if the answer is full.
+    fn add_leaf(&self, page: &mut ExtentsPage, number: u64, leaf: Bytes) -> Result<bool> {
+        for run in PackedLeaf::from(leaf).mapped(self.superblock.data_blocks()) {
+            let run = run?;
+            let start = number * LEAF_BYTES;
+            if !page.add(start + run.start * BLOCK..start + run.end * BLOCK) {
+                return Ok(false);
+            }
+        }
+        Ok(true)
     }
 
     fn omap_get(

@@ -1,6 +1,7 @@
 //! The conformance scenarios of [`ObjectStore`].
 
 mod data;
+mod extents;
 mod guards;
 
 use std::sync::Arc;
@@ -9,6 +10,7 @@ use base::block::{BLOCK, Payload};
 use bytes::Bytes;
 
 use data::*;
+use extents::*;
 use guards::*;
 
 use super::{Case, cid, oid, one, pattern, read_all, write};
@@ -30,6 +32,11 @@ cases!(
     writes_of_no_bytes_change_nothing,
     writes_of_any_alignment_are_read_back,
     holes_and_zeroed_ranges_read_as_zeros,
+    extents_are_the_blocks_that_were_written,
+    zeroed_and_truncated_blocks_are_holes,
+    clones_have_the_extents_of_their_source,
+    extents_show_staged_bytes_and_queued_transactions,
+    many_extents_need_several_answers,
     a_truncation_discards_the_bytes_after_the_new_end,
     reads_end_at_the_objects_end_and_return_checksums,
     a_read_fills_the_callers_destination,

@@ -7,7 +7,7 @@ use bytes::Bytes;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
-use super::{cid, oid, pattern, write};
+use super::{cid, extents, oid, pattern, write};
 use crate::{CollectionId, MemStore, ObjectId, ObjectStore, Op, StoreCalls, Transaction, WriteSource};
 
 /// Number of collections. This number and the number of objects are small, so that operations often
@@ -229,6 +229,7 @@ pub async fn compare(store: &dyn ObjectStore, model: &dyn ObjectStore) {
                 model.stat(c, o).await.expect("stat"),
                 "stat of {c}/{o}"
             );
+            assert!(extents(store, c, o).await == extents(model, c, o).await, "extents of {c}/{o} differ");
             let (ours, theirs) =
                 (store.read(c, o, 0, 1 << 30, None).await, model.read(c, o, 0, 1 << 30, None).await);
             let (ours, theirs) = (ours.expect("read"), theirs.expect("read"));

@@ -6,7 +6,7 @@ use base::block::{self, BLOCK, BLOCK_SIZE, Payload, ZERO_BLOCK_CRC};
 use base::mem::ArenaBuf;
 use bytes::{Bytes, BytesMut};
 
-use crate::{MAX_READ, ReadData, Result, StoreError};
+use crate::{ExtentsPage, MAX_READ, ObjectExtents, ReadData, Result, StoreError};
 
 #[derive(Clone, Default)]
 pub(super) struct MemObject {
@@ -164,6 +164,17 @@ impl MemObject {
             done += len as u64;
         }
         Ok(())
+    }
+
+    pub(super) fn extents(&self, offset: u64, len: u64) -> ObjectExtents {
+        let mut page = ExtentsPage::new(offset, len, self.size);
+        let wanted = page.wanted();
+        for (number, _) in self.blocks.range(wanted.start / BLOCK..wanted.end.div_ceil(BLOCK)) {
+            if !page.add(number * BLOCK..(number + 1) * BLOCK) {
+                break;
+            }
+        }
+        page.finish()
     }
 
     pub(super) fn read(&self, offset: u64, len: u64, dest: Option<ArenaBuf>) -> Result<ReadData> {
