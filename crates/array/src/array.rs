@@ -70,7 +70,12 @@ fn ready(reply: Result<StoreReply>) -> ArrayFuture {
 }
 
 async fn carry_out(group: Rc<Group>, number: u64, request: StoreRequest) -> Result<StoreReply> {
-    let repairs = matches!(request, StoreRequest::Transact { .. } | StoreRequest::Read { .. });
+    let repairs = matches!(
+        request,
+        StoreRequest::Transact { .. }
+            | StoreRequest::Read { .. }
+            | StoreRequest::Query { query: MetadataQuery::Stat { .. } | MetadataQuery::Extents { .. }, .. }
+    );
     let trims = matches!(request, StoreRequest::Transact { .. });
     let reply = reply_to(&group, number, request).await;
     if repairs {
@@ -99,6 +104,9 @@ async fn reply_to(group: &Rc<Group>, number: u64, request: StoreRequest) -> Resu
         }
         StoreRequest::Query { query: MetadataQuery::Stat { oid }, .. } => {
             QueryReply::Stat(group.stat(number, &oid).await?).into()
+        }
+        StoreRequest::Query { query: MetadataQuery::Extents { oid, offset, len }, .. } => {
+            QueryReply::Extents(group.extents(number, &oid, offset, len).await?).into()
         }
         StoreRequest::Query { query: MetadataQuery::List { from, limit }, .. } => {
             let limit = usize::try_from(limit).unwrap_or(usize::MAX);

@@ -1,6 +1,8 @@
 //! Tests an array over stores whose reads can be delayed, and with the conformance cases of a store
 //! that use only what an array supports.
 
+mod extents;
+
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};

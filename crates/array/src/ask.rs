@@ -4,8 +4,7 @@
 use std::rc::Rc;
 
 use bytes::Bytes;
-use futures::future::try_join_all;
-use store::{ObjectId, Stat, StoreCalls, StoreError};
+use store::{ObjectId, StoreCalls, StoreError};
 
 use crate::group::Group;
 use crate::interval::Interval;
@@ -130,23 +129,6 @@ impl Group {
             *member = None;
         }
         asked
-    }
-
-    /// Returns the size of an object, and the space that it occupies on all members together.
-    pub(crate) async fn stat(&self, number: u64, oid: &ObjectId) -> store::Result<Stat> {
-        let interval = self.interval(number).await?;
-        let locked = self.objects.alone(oid).await;
-        self.still(&interval)?;
-        let size = self.size(&interval, oid, &locked).await?;
-        let size = size.ok_or_else(|| StoreError::NoSuchObject(oid.to_string()))?;
-        let links = self.live_links(&interval, oid);
-        let ask = |link: &MemberLink| link.target.store().stat(&self.cid, oid);
-        let stats = links
-            .iter()
-            .flatten()
-            .map(async |link| self.calls.answer(link, ask(link)).await.map_err(|e| link.classified_read(e)));
-        let stats = try_join_all(stats).await?;
-        Ok(Stat { size, allocated: stats.iter().map(|stat| stat.allocated).sum() })
     }
 
     /// Lists up to `limit` object ids from `from` on, without the array's own objects. The returned

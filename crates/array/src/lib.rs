@@ -16,7 +16,8 @@
 //!   replaces a damaged fragment. `rebuild`, `repair` and `salvage_object` use `copy`, which copies
 //!   an object to a member.
 //! - `read`: reads and verifies data. `plan` chooses which fragments to read if a fragment is
-//!   missing. `ask` sends metadata queries that any member can answer.
+//!   missing. `extents` finds the ranges that have blocks. `ask` sends metadata queries that any
+//!   member can answer.
 //! - `open`: begins an interval. `view` reads what a target stores about the group, `members` finds
 //!   the members in sync, `undo` rolls back transactions that only some members have, `removal`
 //!   deletes the data of former members. `create` creates a group.
@@ -76,6 +77,7 @@ mod decision_model_test;
 mod decision_test;
 mod dirty;
 mod empty;
+mod extents;
 mod group;
 mod intents;
 mod interval;

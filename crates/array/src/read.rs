@@ -375,7 +375,13 @@ impl Group {
     ///
     /// # Errors
     /// Returns `e` if the error does not mean that the fragment is damaged.
-    fn lost(&self, position: usize, oid: &ObjectId, link: &MemberLink, e: StoreError) -> store::Result<()> {
+    pub(crate) fn lost(
+        &self,
+        position: usize,
+        oid: &ObjectId,
+        link: &MemberLink,
+        e: StoreError,
+    ) -> store::Result<()> {
         if !is_damage(&e) {
             return Err(e);
         }
