@@ -17,6 +17,8 @@ pub const VERSION_STRANDS: u16 = 13;
 /// First version of the object protocol in which a client can fence a session, and objects can inherit
 /// from others.
 pub const VERSION_OWNERS: u16 = 14;
+/// First version of the object protocol in which a client can query an object's extents.
+pub const VERSION_EXTENTS: u16 = 14;
 /// Oldest version of the object protocol that this program speaks.
 pub const VERSION_OLDEST: u16 = 12;
 

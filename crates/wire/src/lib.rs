@@ -31,8 +31,8 @@ pub use accounts::{AccountName, AccountRequest, TenantInfo, UserInfo, check_acco
 pub use admin::{AdminReply, AdminRequest, ChannelTuning, PoolLoss, SessionInfo, TuningChange};
 pub use bulk::{BulkDescriptor, BulkDirection, BulkOwner, BulkSegment, MemoryKind, RemoteMemory};
 pub use codec::{
-    DecodeError, VERSION, VERSION_OLDEST, VERSION_OWNERS, VERSION_STRANDS, decode_body, decode_head,
-    decode_reply, encode_reply, encode_request,
+    DecodeError, VERSION, VERSION_EXTENTS, VERSION_OLDEST, VERSION_OWNERS, VERSION_STRANDS, decode_body,
+    decode_head, decode_reply, encode_reply, encode_request,
 };
 pub use coding::{CodingMode, CodingModeError, CodingRatio};
 pub use error::{AdministratorOf, Error, Result};

@@ -124,6 +124,18 @@ pub enum QueryAnswer {
         /// Whether more entries follow.
         more: bool,
     },
+    /// Answer to `Allocated`: drive space of the object's extents, in bytes. It is a multiple of the
+    /// block size. Parity, and the copies of a mirror beyond the first, do not count.
+    Allocated(u64),
+    /// Answer to `Extents`.
+    Extents {
+        /// Start and length of each extent, in bytes, in ascending order. The extents neither overlap
+        /// nor touch. There are at most [`MAX_PAGE`](crate::limits::MAX_PAGE).
+        ranges: Vec<(u64, u64)>,
+        /// Offset up to which the answer is complete: the end of the requested range, or the start of
+        /// the range of the next query.
+        end: u64,
+    },
 }
 
 /// An object's size, version and other metadata.

@@ -274,6 +274,19 @@ pub enum QueryOp {
         /// Maximum number of entries.
         limit: u32,
     },
+    /// Queries the drive space of the object's extents. The query fails with [`Error::Striped`] on a
+    /// striped object. It needs version [`VERSION_EXTENTS`](crate::VERSION_EXTENTS).
+    Allocated,
+    /// Queries the extents of the object in a range: the ranges that have data. The query fails with
+    /// [`Error::Striped`] on a striped object. It needs version
+    /// [`VERSION_EXTENTS`](crate::VERSION_EXTENTS).
+    Extents {
+        /// Start of the range, in bytes.
+        offset: u64,
+        /// Length of the range, in bytes. The range may end beyond the object's end, but not beyond
+        /// the maximum size of an object.
+        len: u64,
+    },
 }
 
 /// Queries about one object. The osd answers all of them from the same version of the object.
@@ -430,8 +443,17 @@ impl Query {
             QueryOp::OmapRange { limit, .. } => {
                 check_count("omap entries", *limit as usize, MAX_PAGE as usize)
             }
-            QueryOp::Stat | QueryOp::Xattr(_) | QueryOp::Xattrs => Ok(()),
+            QueryOp::Extents { offset, len } => check_range(*offset, *len),
+            QueryOp::Stat | QueryOp::Xattr(_) | QueryOp::Xattrs | QueryOp::Allocated => Ok(()),
         })
+    }
+}
+
+impl QueryOp {
+    /// Returns whether the op needs version [`VERSION_EXTENTS`](crate::VERSION_EXTENTS).
+    #[must_use]
+    pub fn needs_extents(&self) -> bool {
+        matches!(self, QueryOp::Allocated | QueryOp::Extents { .. })
     }
 }
 
