@@ -5,9 +5,11 @@
 //! own, and panics if a promise does not hold. `inherit` contains the cases about objects that begin as
 //! copies of others, `limits` contains the cases about refused requests,
 //! `listing` the cases about listings, `concurrency` the cases about concurrent requests, and
-//! `model` the comparison with the reference model.
+//! `model` the comparison with the reference model. `extents` contains the cases about extents, which
+//! run only on engines that have this capability.
 
 mod concurrency;
+mod extents;
 mod inherit;
 mod limits;
 mod listing;
@@ -20,7 +22,7 @@ use bytes::Bytes;
 use tokio::time::Instant;
 use wire::{AdminRequest, List, Mutation, Query, QueryOp};
 
-use crate::engine::{ChangeRequest, Engine, ReadRequest, Sink, SinkMemory, Source};
+use crate::engine::{Capability, ChangeRequest, Engine, ReadRequest, Sink, SinkMemory, Source};
 use crate::{Client, Error, NodeError, Object, Options, Pool, PutOptions};
 
 /// Size of a part of the suite's striped objects, in bytes.
@@ -50,11 +52,14 @@ pub async fn run(engine: Arc<dyn Engine>, pool: &str, seed: u64) {
     omap_pages_together_return_every_entry_of_a_range(&ground("omap")).await;
     a_striped_object_behaves_like_one_object(&ground("striped")).await;
     every_kind_of_source_and_sink_transfers_the_same_bytes(&ground("payload")).await;
+    if client.require(&[Capability::Extents]).is_ok() {
+        extents::run(&client, &ground("extents")).await;
+    }
     listing::run(&client, pool, &ground("listing"), &ground("cursors"), &ground("churn")).await;
     limits::run(&client, &ground("limits")).await;
     inherit::run(&client, &ground("_inherit"), &ground("inherit")).await;
     concurrency::run(&client, &ground("concurrency")).await;
-    model::random_operations_agree_with_the_model(&ground("random"), seed).await;
+    model::random_operations_agree_with_the_model(&client, &ground("random"), seed).await;
     a_closed_engine_refuses_every_call(&client, &ground("closed")).await;
 }
 

@@ -1,5 +1,6 @@
 //! [`Object`]: operations on one object.
 
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -7,13 +8,17 @@ use bytes::Bytes;
 use tokio::io::{AsyncRead, AsyncWrite};
 use wire::{Mutated, ObjectName, QueryAnswer, QueryOp, StatAnswer};
 
-use crate::engine::{SinkMemory, Source};
+use crate::engine::{Capability, SinkMemory, Source};
 use crate::handle::{ObjectHandle, unexpected};
+use crate::requests::lacks;
 use crate::{Compound, Error, PutOptions, RangeReader, Result};
 
 /// Maximum number of attempts of an append that is too large for one append op. An attempt fails if
 /// another client changes the object during the attempt.
 const APPEND_TRIES: usize = 32;
+/// Maximum number of attempts of a query for extents that needs several requests. An attempt fails if
+/// another client changes the object during the attempt.
+const EXTENTS_TRIES: usize = 8;
 
 /// A handle of an object, which does not have to exist. Clones are cheap.
 #[derive(Debug, Clone)]
@@ -325,6 +330,91 @@ impl Object {
     /// [`ConditionFailed`](wire::Error::ConditionFailed) if the object does not exist.
     pub async fn omap_remove(&self, keys: Vec<Bytes>) -> Result<Mutated> {
         self.compound().if_exists().omap_remove(keys).commit().await
+    }
+
+    /// Returns the drive space of the object's extents, in bytes: a multiple of the block size. Parity,
+    /// and the copies of a mirror beyond the first, do not count.
+    ///
+    /// # Errors
+    /// [`Striped`](wire::Error::Striped) on a striped object, [`Error::Unsupported`] if the engine
+    /// lacks [`Capability::Extents`].
+    pub async fn allocated(&self) -> Result<u64> {
+        self.require_extents()?;
+        match self.0.query(vec![QueryOp::Allocated]).await?.pop() {
+            Some(QueryAnswer::Allocated(bytes)) => Ok(bytes),
+            other => Err(unexpected(other)),
+        }
+    }
+
+    /// Returns the extents of the object in the `len` bytes at `offset`, from one version of the object:
+    /// the ranges that have data, in ascending order. All other bytes are zero. Extents consist of
+    /// blocks of 4 KiB, and end at the end of the range or of the object.
+    ///
+    /// # Errors
+    /// [`Striped`](wire::Error::Striped) on a striped object, [`Error::Unsupported`] if the engine
+    /// lacks [`Capability::Extents`], [`Changed`](wire::Error::Changed) if other clients keep changing
+    /// the object.
+    pub async fn extents(&self, offset: u64, len: u64) -> Result<Vec<Range<u64>>> {
+        self.require_extents()?;
+        let end = offset.saturating_add(len).min(self.0.requests.engine().limits().object_bytes_max);
+        let mut seen = (0, 0);
+        for _ in 0..EXTENTS_TRIES {
+            match self.extents_once(offset.min(end)..end).await? {
+                Ok(extents) => return Ok(extents),
+                Err(versions) => seen = versions,
+            }
+        }
+        let (wanted, found) = seen;
+        Err(wire::Error::Changed { wanted, found }.into())
+    }
+
+    /// Queries extents page by page. If the object changes meanwhile, returns its version before and
+    /// after the change.
+    async fn extents_once(&self, wanted: Range<u64>) -> Result<Result<Vec<Range<u64>>, (u64, u64)>> {
+        let mut extents: Vec<Range<u64>> = Vec::new();
+        let (mut at, mut version) = (wanted.start, None);
+        loop {
+            let ops = vec![QueryOp::Stat, QueryOp::Extents { offset: at, len: wanted.end - at }];
+            let mut answers = self.0.query(ops).await?;
+            let (ranges, end, stat) = match (answers.pop(), answers.pop()) {
+                (Some(QueryAnswer::Extents { ranges, end }), Some(QueryAnswer::Stat(stat))) => {
+                    (ranges, end, stat)
+                }
+                (other, _) => return Err(unexpected(other)),
+            };
+            let (from, first) = (at, *version.get_or_insert(stat.version));
+            if first != stat.version {
+                return Ok(Err((first, stat.version)));
+            }
+            for (start, len) in ranges {
+                let stop = start.saturating_add(len);
+                if len == 0 || start < at || stop > end {
+                    return Err(Error::Protocol(format!("the extent {start}..{stop} is not in {at}..{end}")));
+                }
+                match extents.last_mut() {
+                    Some(last) if last.end == start => last.end = stop,
+                    _ => extents.push(start..stop),
+                }
+                at = stop;
+            }
+            if end >= wanted.end || end >= stat.size {
+                return Ok(Ok(extents));
+            }
+            if end <= from {
+                return Err(Error::Protocol(format!(
+                    "the answer about extents from {from} on ends at {end}"
+                )));
+            }
+            at = end;
+        }
+    }
+
+    fn require_extents(&self) -> Result<()> {
+        let engine = self.0.requests.engine();
+        if engine.capabilities().has(Capability::Extents) {
+            return Ok(());
+        }
+        Err(Error::Unsupported(lacks(engine, Capability::Extents)))
     }
 
     async fn omap(&self, op: QueryOp) -> Result<OmapPage> {

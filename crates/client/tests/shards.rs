@@ -5,13 +5,15 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use base::block::Payload;
+use client::engine::Capability;
 use client::{Client, Error, Object, Options};
 use messenger::{Connection, ConnectionEvent, Incoming, Message, NetworkStack, StackChoice, TcpStack};
 use tokio::sync::mpsc::{self, UnboundedReceiver, UnboundedSender};
 use tokio::task::JoinHandle;
+use tokio::time::Instant;
 use wire::{
-    Error as NodeError, Listed, Mutated, ObjectReply, ObjectRequest, Reply, ReplyBody, RequestBody,
-    RequestHead, SessionId, placement,
+    Error as NodeError, Listed, Mutated, ObjectReply, ObjectRequest, Query, QueryOp, Reply, ReplyBody,
+    RequestBody, RequestHead, SessionId, placement,
 };
 
 /// Number of placement groups of the pool.
@@ -62,6 +64,8 @@ struct Policy {
     /// Number of the newest session.
     sessions: u32,
     refused: Option<SessionId>,
+    /// Version of the node; `None` for the newest.
+    version: Option<u16>,
 }
 
 /// State that all tasks of the node share.
@@ -134,7 +138,7 @@ async fn serve(shard: u16, desk: Desk, connection: Arc<dyn Connection>, mut inco
                 _ => {
                     policy.sessions += u32::from(presented.is_none());
                     let session = presented.unwrap_or(session(policy.sessions));
-                    let (version, shards) = (wire::VERSION, policy.ports.clone());
+                    let (version, shards) = (policy.version.unwrap_or(wire::VERSION), policy.ports.clone());
                     Ok(ReplyBody::Opened { version, session, shard, shards, control: None })
                 }
             }
@@ -294,6 +298,25 @@ async fn one_refusal_teaches_the_shards_of_all_objects_of_a_pool() {
     asked.await.unwrap().unwrap();
     numbers.push(request.head.seq);
     assert_eq!(numbers, (1..=7).collect::<Vec<_>>(), "all shards share the request numbers");
+}
+
+#[tokio::test]
+async fn extents_are_not_queried_from_a_node_of_an_earlier_version() {
+    let mut node = FakeNode::start(1).await;
+    node.policy().version = Some(wire::VERSION_EXTENTS - 1);
+    let client = node.client().await;
+    let missing = client.require(&[Capability::Extents]).unwrap_err();
+    let object = client.pool("pool").unwrap().object("object").unwrap();
+    let query = Query { name: object.name().to_wire(), conditions: vec![], ops: vec![QueryOp::Allocated] };
+    let asked = client.engine().query(query, Instant::now() + PATIENCE).attempt().await.unwrap_err();
+    let errors =
+        [missing, object.allocated().await.unwrap_err(), object.extents(0, 1).await.unwrap_err(), asked];
+    for error in errors {
+        assert!(matches!(&error, Error::Unsupported(why) if why.contains("extents")), "{error}");
+    }
+    let call = append(&object);
+    node.request().await.carry_out().await;
+    call.await.unwrap().unwrap();
 }
 
 #[tokio::test]

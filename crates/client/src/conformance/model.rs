@@ -9,7 +9,7 @@ use rand::{Rng, SeedableRng};
 use wire::{Mutated, Redundancy};
 
 use super::bytes;
-use crate::engine::MemEngine;
+use crate::engine::{Capability, MemEngine};
 use crate::{Client, Compound, Error, Object, Options, Pool};
 
 /// Number of random compounds.
@@ -19,12 +19,12 @@ const SMALL: usize = 20_000;
 
 /// Commits the same random compounds to the engine and to the model. Compares results, errors and
 /// objects.
-pub(super) async fn random_operations_agree_with_the_model(pool: &Pool, seed: u64) {
+pub(super) async fn random_operations_agree_with_the_model(client: &Client, pool: &Pool, seed: u64) {
     let mut rng = StdRng::seed_from_u64(seed);
     let model = Client::over(Arc::new(MemEngine::new()), Options::default());
     model.create_pool_with("model", 0, Redundancy::Single).await.unwrap();
-    let mut model = Tracked { pool: model.pool("model").unwrap(), versions: BTreeMap::new() };
-    let mut real = Tracked { pool: pool.clone(), versions: BTreeMap::new() };
+    let mut model = Tracked::new(&model, model.pool("model").unwrap());
+    let mut real = Tracked::new(client, pool.clone());
     let mut committed = 0;
     for step in 0..STEPS {
         let name = format!("object-{}", rng.random_range(0..4));
@@ -43,9 +43,16 @@ struct Tracked {
     pool: Pool,
     /// Version of the last change of each object, including its removal.
     versions: BTreeMap<String, u64>,
+    /// Whether the engine knows the extents of objects.
+    has_extents: bool,
 }
 
 impl Tracked {
+    fn new(client: &Client, pool: Pool) -> Tracked {
+        let has_extents = client.engine().capabilities().has(Capability::Extents);
+        Tracked { pool, versions: BTreeMap::new(), has_extents }
+    }
+
     fn version(&self, name: &str) -> u64 {
         self.versions.get(name).copied().unwrap_or(0)
     }
@@ -66,6 +73,9 @@ impl Tracked {
         let described = object.describe().await.map_err(|e| kind(&e))?;
         assert_eq!(described.stat.version, self.version(name), "{name}");
         let data = object.get().await.map_err(|e| kind(&e))?;
+        if self.has_extents {
+            super::extents::check_holes(&object, &data).await;
+        }
         let page = object.omap_range("", None, 100).await.map_err(|e| kind(&e))?;
         assert!(!page.more, "all entries must fit into one page");
         Ok(Look { data, size: described.stat.size, xattrs: described.xattrs, omap: page.entries })

@@ -15,11 +15,14 @@ pub enum Capability {
     /// one atomic step. The caller gives a list of objects, and the first existing object of this
     /// list is copied.
     Inherit,
+    /// Queries report the extents of an object: the ranges that have data.
+    Extents,
 }
 
 impl Capability {
     /// All capabilities.
-    pub const ALL: [Capability; 3] = [Capability::Fence, Capability::SameGroup, Capability::Inherit];
+    pub const ALL: [Capability; 4] =
+        [Capability::Fence, Capability::SameGroup, Capability::Inherit, Capability::Extents];
 
     /// Returns the name of the capability in configuration and messages.
     #[must_use]
@@ -28,6 +31,7 @@ impl Capability {
             Capability::Fence => "fence",
             Capability::SameGroup => "same_group",
             Capability::Inherit => "inherit",
+            Capability::Extents => "extents",
         }
     }
 }

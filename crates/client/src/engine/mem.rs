@@ -17,11 +17,12 @@ use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
 use wire::{
     AdminReply, AdminRequest, Error as E, List, Listed, Manifest, Mutate, Mutated, Mutation, ObjectName,
-    ObjectReply, ObjectRequest, OpBytes, PartId, PoolInfo, PoolName, Query, QueryAnswer, Redundancy, Reply,
-    RequestHead, SessionId, UploadId, limits, placement,
+    ObjectReply, ObjectRequest, OpBytes, PartId, PoolInfo, PoolName, Query, QueryAnswer, QueryOp, Redundancy,
+    Reply, RequestHead, SessionId, UploadId, limits, placement,
 };
 
-use super::model::{self, BulkRule, ModelledObject, ObjectChange, missing};
+use super::model::{self, BulkRule, Content, ModelledObject, ObjectChange, missing};
+use super::sparse_bytes::SparseBytes;
 use super::{
     Administration, BoxCall, Call, Capabilities, Capability, ChangeRequest, Engine, EngineLimits, Fencing,
     NO_DESCRIPTORS, OwnerName, ReadReply, ReadRequest, Refused, Sink, Source,
@@ -184,7 +185,11 @@ impl Engine for MemEngine {
     }
 
     fn capabilities(&self) -> Capabilities {
-        Capabilities::NONE.with(Capability::Fence).with(Capability::SameGroup).with(Capability::Inherit)
+        Capabilities::NONE
+            .with(Capability::Fence)
+            .with(Capability::SameGroup)
+            .with(Capability::Inherit)
+            .with(Capability::Extents)
     }
 
     fn fencing(&self) -> Option<&dyn Fencing> {
@@ -301,7 +306,7 @@ struct Model {
 #[derive(Debug, Serialize, Deserialize)]
 struct ModelPool {
     info: PoolInfo,
-    objects: BTreeMap<ModelKey, ModelledObject<Vec<u8>>>,
+    objects: BTreeMap<ModelKey, ModelledObject<SparseBytes>>,
 }
 
 /// Name of a stored object within its pool.
@@ -325,7 +330,7 @@ impl ModelPool {
         for (index, start) in (0..).zip((0..size).step_by(part_size as usize)) {
             let part = ModelKey { part: Some(PartId { upload, index }), ..head.clone() };
             let found = self.objects.get(&part);
-            if found.is_none_or(|part| part.data.len() as u64 != part_size.min(size - start)) {
+            if found.is_none_or(|part| part.data.size() != part_size.min(size - start)) {
                 let what = format!("part {index} of the upload is missing or has the wrong size");
                 return Err(E::BadRequest(what).into());
             }
@@ -340,7 +345,7 @@ impl ModelPool {
         &self,
         name: &ObjectName,
         others: &[Bytes],
-    ) -> Result<Option<(usize, &ModelledObject<Vec<u8>>)>> {
+    ) -> Result<Option<(usize, &ModelledObject<SparseBytes>)>> {
         let others = others.iter().map(|other| name.sibling(other)).collect::<Result<Vec<_>, E>>()?;
         let objects = others.iter().map(|other| self.objects.get(&ModelKey::new(other, None)));
         Ok((0..).zip(objects).find_map(|(index, object)| Some((index, object?))))
@@ -418,9 +423,9 @@ impl Model {
         if let Some(manifest) = object.manifest {
             return Ok(ReadReply::Striped { version: object.version, manifest });
         }
-        let size = object.data.len() as u64;
+        let size = object.data.size();
         let (start, end) = (request.offset.min(size), request.offset.saturating_add(request.len).min(size));
-        let data = Bytes::copy_from_slice(&object.data[start as usize..end as usize]);
+        let data = Bytes::copy_from_slice(&object.data.as_slice()[start as usize..end as usize]);
         let (len, mut chunks) = (data.len() as u64, Vec::new());
         match &request.sink {
             _ if data.is_empty() => {}
@@ -438,6 +443,9 @@ impl Model {
         let object = self.pool(name.pool())?.objects.get(&ModelKey::new(&name, None));
         model::check_conditions(&name, object, &query.conditions)?;
         let object = object.ok_or_else(|| missing(&name))?;
+        if object.manifest.is_some() && query.ops.iter().any(QueryOp::needs_extents) {
+            return Err(E::Striped { name: name.to_string(), what: "querying extents".into() }.into());
+        }
         let answers = query.ops.iter().map(|op| model::answer(object, op)).collect::<Result<Vec<_>>>()?;
         let reply = Reply { strand: 0, seq: 0, result: Ok(ObjectReply::Queried(answers.clone()).into()) };
         check_header("size of the reply", wire::encode_reply(&reply).len())?;

@@ -25,6 +25,7 @@ pub(crate) mod native;
 mod request;
 mod sink;
 mod source;
+mod sparse_bytes;
 
 use base::BoxFuture;
 use bytes::Bytes;

@@ -12,6 +12,7 @@ use std::collections::BTreeMap;
 use std::fmt::Debug;
 use std::ops::Range;
 
+use base::block::{BLOCK, align_down};
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 use wire::{
@@ -48,34 +49,11 @@ pub trait Content: Debug + Clone + Default {
 
     /// Returns whether the data has these bytes at this offset.
     fn has_bytes(&self, offset: u64, bytes: &[u8]) -> bool;
-}
 
-impl Content for Vec<u8> {
-    type Piece = Bytes;
-
-    fn size(&self) -> u64 {
-        self.len() as u64
-    }
-
-    fn piece_len(piece: &Bytes) -> u64 {
-        piece.len() as u64
-    }
-
-    fn resize(&mut self, size: u64) {
-        Vec::resize(self, size as usize, 0);
-    }
-
-    fn write(&mut self, offset: u64, piece: &Bytes) {
-        self[offset as usize..][..piece.len()].copy_from_slice(piece);
-    }
-
-    fn zero(&mut self, range: Range<u64>) {
-        self[range.start as usize..range.end as usize].fill(0);
-    }
-
-    fn has_bytes(&self, offset: u64, bytes: &[u8]) -> bool {
-        let from = self.get(offset as usize..).unwrap_or_default();
-        from.get(..bytes.len()) == Some(bytes)
+    /// Returns the extents of the data in a range, in ascending order; `None` if the data does not
+    /// record its holes. The range may end beyond the data.
+    fn extents(&self, _range: Range<u64>) -> Option<Vec<Range<u64>>> {
+        None
     }
 }
 
@@ -353,7 +331,8 @@ fn checked(offset: u64, len: u64) -> Result<u64> {
 /// Answers a query about an object.
 ///
 /// # Errors
-/// [`BadRequest`](E::BadRequest) if the model does not know the query.
+/// [`BadRequest`](E::BadRequest) if the model does not know the query, or the data does not record
+/// its holes.
 pub fn answer<C: Content>(object: &ModelledObject<C>, op: &QueryOp) -> Result<QueryAnswer> {
     let pair = |(key, value): (&Bytes, &Bytes)| (key.clone(), value.clone());
     Ok(match op {
@@ -381,6 +360,25 @@ pub fn answer<C: Content>(object: &ModelledObject<C>, op: &QueryOp) -> Result<Qu
             }
             QueryAnswer::Omap { entries, more: found.peek().is_some() }
         }
-        other => return Err(E::BadRequest(format!("the model does not support {other:?}")).into()),
+        QueryOp::Allocated => {
+            let extents = object.data.extents(0..object.data.size()).ok_or_else(|| unsupported(op))?;
+            let blocks = |range: &Range<u64>| range.end.next_multiple_of(BLOCK) - align_down(range.start);
+            QueryAnswer::Allocated(extents.iter().map(blocks).sum())
+        }
+        QueryOp::Extents { offset, len } => {
+            let mut end = offset.saturating_add(*len);
+            let mut extents = object.data.extents(*offset..end).ok_or_else(|| unsupported(op))?;
+            if let Some(next) = extents.get(limits::MAX_PAGE as usize) {
+                end = next.start;
+                extents.truncate(limits::MAX_PAGE as usize);
+            }
+            let ranges = extents.into_iter().map(|range| (range.start, range.end - range.start)).collect();
+            QueryAnswer::Extents { ranges, end }
+        }
+        other => return Err(unsupported(other)),
     })
+}
+
+fn unsupported(op: &QueryOp) -> Error {
+    E::BadRequest(format!("the model does not support {op:?}")).into()
 }

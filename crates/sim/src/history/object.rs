@@ -68,7 +68,7 @@ impl Content for Seen {
     }
 
     fn has_bytes(&self, offset: u64, bytes: &[u8]) -> bool {
-        // Like `Vec<u8>`, an object has zero bytes at any offset.
+        // An object has zero bytes at any offset.
         let mut wanted = Seen::default();
         wanted.push(bytes.len() as u64, DataOrigin::Raw(Bytes::copy_from_slice(bytes)));
         self.read(offset, bytes.len() as u64).first_difference(&wanted).is_none()

@@ -31,8 +31,8 @@ use base::BoxFuture;
 use messenger::NetworkStack;
 use tokio::time::Instant;
 use wire::{
-    AdminReply, AdminRequest, List, Listed, Mutated, ObjectReply, ObjectRequest, Query, QueryAnswer, Read,
-    ReadFirst, ReplyBody, RequestBody, SessionId, UploadId,
+    AdminReply, AdminRequest, List, Listed, Mutated, ObjectReply, ObjectRequest, Query, QueryAnswer, QueryOp,
+    Read, ReadFirst, ReplyBody, RequestBody, SessionId, UploadId,
 };
 
 use super::administration::AdminCall;
@@ -41,6 +41,7 @@ use super::{
     NO_DESCRIPTORS, OwnerName, ReadReply, ReadRequest, Refused, Sink,
 };
 use crate::options::ControlWay;
+use crate::requests::lacks;
 use crate::{Error, Options, Result};
 use call::NativeCall;
 use chunks::BlockWindow;
@@ -180,6 +181,10 @@ impl Engine for NativeEngine {
         if let Err(e) = request.check() {
             return Box::new(Refused(move || e.clone().into()));
         }
+        if request.ops.iter().any(QueryOp::needs_extents) && !self.session.can_query_extents() {
+            let what = lacks(self, Capability::Extents);
+            return Box::new(Refused(move || Error::Unsupported(what.clone())));
+        }
         self.call(ObjectRequest::Query(request), Bulk::None, deadline, |answer| match answer.body {
             ReplyBody::Object(ObjectReply::Queried(answers)) => Ok(answers),
             other => Err(unexpected(&other)),
@@ -202,13 +207,16 @@ impl Engine for NativeEngine {
     }
 
     fn capabilities(&self) -> Capabilities {
-        match self.session.supports_owners() {
-            true => Capabilities::NONE
-                .with(Capability::Fence)
-                .with(Capability::SameGroup)
-                .with(Capability::Inherit),
-            false => Capabilities::NONE,
-        }
+        let (owners, extents) = (self.session.supports_owners(), self.session.can_query_extents());
+        let offered = [
+            (Capability::Fence, owners),
+            (Capability::SameGroup, owners),
+            (Capability::Inherit, owners),
+            (Capability::Extents, extents),
+        ];
+        let add =
+            |all: Capabilities, (capability, is_offered)| if is_offered { all.with(capability) } else { all };
+        offered.into_iter().fold(Capabilities::NONE, add)
     }
 
     fn fencing(&self) -> Option<&dyn Fencing> {

@@ -195,6 +195,11 @@ impl ClientSession {
         self.shared.lock().version >= wire::VERSION_OWNERS
     }
 
+    /// Returns whether the client can query the extents of objects.
+    pub(crate) fn can_query_extents(&self) -> bool {
+        self.shared.lock().version >= wire::VERSION_EXTENTS
+    }
+
     /// Returns the session's id.
     pub(crate) fn session(&self) -> Option<SessionId> {
         self.shared.lock().session
