@@ -4,8 +4,8 @@
 //! show the same state. It then ends its turn, and answers when this state is durable.
 
 use bytes::Bytes;
-use store::{ReplyOf, StoreCalls, StoreError};
-use wire::limits::OMAP_PAGE_BYTES;
+use store::{ObjectExtents, ReplyOf, Stat, StoreCalls, StoreError};
+use wire::limits::{MAX_PAGE, OMAP_PAGE_BYTES};
 use wire::{Error, ObjectName, ObjectReply, Query, QueryAnswer, QueryOp, StatAnswer};
 
 use crate::backing::BackingFuture;
@@ -19,6 +19,8 @@ use crate::shard::Shard;
 
 type Pairs = Vec<(Bytes, Bytes)>;
 
+const _: () = assert!(store::MAX_EXTENTS <= MAX_PAGE as usize, "an answer has at most one page of extents");
+
 /// A call to the store that answers one op of a query.
 enum AnswerCall {
     /// The answer needs no call.
@@ -28,6 +30,8 @@ enum AnswerCall {
     OmapGet(ReplyOf<BackingFuture, Pairs>),
     /// A range of the omap up to this key, exclusive.
     OmapRange(ReplyOf<BackingFuture, (Pairs, bool)>, Option<Bytes>),
+    Allocated(ReplyOf<BackingFuture, Stat>),
+    Extents(ReplyOf<BackingFuture, ObjectExtents>),
 }
 
 /// Answers queries about one object.
@@ -60,7 +64,7 @@ async fn try_query(
     let seen = turn.observe();
     let checked = check_conditions(place, name, &query.conditions, info.as_ref()).await;
     let submitted = match (checked, &info) {
-        (Ok(()), Some(info)) => query.ops.iter().map(|op| submit(place, info, op)).collect(),
+        (Ok(()), Some(info)) => query.ops.iter().map(|op| submit(place, name, info, op)).collect(),
         (Ok(()), None) => Err(Error::NoSuchObject(name.to_owned()).into()),
         (Err(fail), _) => Err(fail),
     };
@@ -84,7 +88,7 @@ async fn finish_all(calls: Vec<AnswerCall>) -> StepResult<Vec<QueryAnswer>> {
 }
 
 /// Submits the call that answers an op.
-fn submit(place: &ObjectLocation, info: &ObjectInfo, op: &QueryOp) -> StepResult<AnswerCall> {
+fn submit(place: &ObjectLocation, name: &str, info: &ObjectInfo, op: &QueryOp) -> StepResult<AnswerCall> {
     let (pg, oid) = (&place.pg, &place.oid);
     let store = &pg.backing;
     Ok(match op {
@@ -101,6 +105,11 @@ fn submit(place: &ObjectLocation, info: &ObjectInfo, op: &QueryOp) -> StepResult
             let call = store.omap_iterate(&pg.cid, oid, from.clone(), *limit as usize);
             AnswerCall::OmapRange(call, to.clone())
         }
+        op if op.needs_extents() && info.manifest.is_some() => {
+            return Err(Error::Striped { name: name.to_owned(), what: "querying extents".into() }.into());
+        }
+        QueryOp::Allocated => AnswerCall::Allocated(store.stat(&pg.cid, oid)),
+        QueryOp::Extents { offset, len } => AnswerCall::Extents(store.extents(&pg.cid, oid, *offset, *len)),
         other => return Err(Error::BadRequest(format!("{other:?} is not supported")).into()),
     })
 }
@@ -123,6 +132,12 @@ impl AnswerCall {
             AnswerCall::OmapRange(call, to) => {
                 let (entries, more) = call.await?;
                 cut_page(entries, more, to.as_ref())
+            }
+            AnswerCall::Allocated(call) => QueryAnswer::Allocated(call.await?.allocated),
+            AnswerCall::Extents(call) => {
+                let ObjectExtents { ranges, end, .. } = call.await?;
+                let ranges = ranges.into_iter().map(|range| (range.start, range.end - range.start));
+                QueryAnswer::Extents { ranges: ranges.collect(), end }
             }
         })
     }

@@ -6,6 +6,7 @@
 mod attacks;
 mod common;
 mod engine;
+mod extents;
 mod fencing;
 mod hostile;
 mod inherit;
