@@ -6,7 +6,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::framing::FramingError;
 use crate::protocol::{
-    CALL_FDS_MAX, CALLS_MAX, DEVICE_NAME_BYTES_MAX, OUTBOX_MAX, REPLY_BYTES_MAX, STATE_BYTES_MAX, Versions,
+    CALL_FDS_MAX, CALLS_MAX, DEVICE_NAME_BYTES_MAX, DROP_KEYS_MAX, OUTBOX_MAX, REPLY_BYTES_MAX,
+    STATE_BYTES_MAX, Versions,
 };
 
 /// The reason why the holder refuses a call. A refused call has changed nothing.
@@ -84,6 +85,9 @@ pub enum Refusal {
     /// A call has too many descriptors.
     #[error("a call may have up to {CALL_FDS_MAX} descriptors, not {0}; use several calls")]
     TooManyCallFds(usize),
+    /// A call drops too many keys.
+    #[error("a call may drop up to {DROP_KEYS_MAX} keys, not {0}; use several calls")]
+    TooManyDropKeys(usize),
     /// A message to the front end is too long.
     #[error("a message to a front end may have 1 to {REPLY_BYTES_MAX} bytes, not {0}")]
     BadReplyLength(usize),

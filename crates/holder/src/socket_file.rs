@@ -18,7 +18,7 @@ const BACKLOG: i32 = 64;
 const NAME_BYTES_MAX: usize = 64;
 
 /// Device and inode number of a socket's file.
-type FileId = (u64, u64);
+pub(crate) type FileId = (u64, u64);
 
 /// The file of a listening socket. Dropping it removes the file, unless another file has taken its
 /// place. Drop it before the listener: the listener prevents that the file system uses the inode number
@@ -64,11 +64,15 @@ impl SocketFile {
         }
     }
 
-    /// Whether `path` names this file.
-    pub fn is_at(&self, path: &Path) -> bool {
-        Place::of(path)
-            .and_then(|place| place.stat().map_err(|e| place.failed(e)))
-            .is_ok_and(|(_, id)| id == self.id)
+    /// Returns the id of the file.
+    pub fn id(&self) -> FileId {
+        self.id
+    }
+
+    /// Returns the id of the file at `path`, if it exists and this process may find it.
+    pub fn id_at(path: &Path) -> Option<FileId> {
+        let (_, id) = Place::of(path).ok()?.stat().ok()?;
+        Some(id)
     }
 }
 
@@ -206,10 +210,10 @@ mod tests {
         drop(UnixListener::bind(&path).unwrap());
         assert!(path.exists(), "a process that is killed leaves its socket behind");
         let (_listener, file) = SocketFile::listen(&path, 0o600).unwrap();
-        assert!(file.is_at(&path));
+        assert_eq!(SocketFile::id_at(&path), Some(file.id()));
         std::fs::remove_file(&path).unwrap();
         let _other = UnixListener::bind(&path).unwrap();
-        assert!(!file.is_at(&path));
+        assert_ne!(SocketFile::id_at(&path), Some(file.id()));
         drop(file);
         assert!(path.exists(), "the file belongs to another process");
     }

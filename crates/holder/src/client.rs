@@ -1,0 +1,534 @@
+//! The gateway's side of the control protocol.
+
+use std::collections::VecDeque;
+use std::path::{Path, PathBuf};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::task::{Context, Poll};
+
+use base::thread::ThreadClass;
+use bytes::Bytes;
+use tokio::net::UnixStream;
+use tokio::sync::{mpsc, oneshot};
+
+use crate::error::{ClientError, Refusal, SocketFileError};
+use crate::framing::{Cutter, Framing, RawMessage};
+use crate::protocol::{
+    CALL_FDS_MAX, CALLS_MAX, Call, Change, DROP_KEYS_MAX, FRAMES, Frame, Hello, Kept, REPLY_BYTES_MAX,
+    STATE_BYTES_MAX, SharedFd, ToGateway, ToHolder, Versions, Welcome, decode, open,
+};
+use crate::socket::{FdStream, ReceiveError, Sending};
+use crate::socket_file;
+
+/// What the holder tells the gateway.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum Event {
+    /// A device that the holder had before this gateway connected. If its front end has a pending
+    /// message, [`Event::Message`] follows.
+    Device(InventoryDevice),
+    /// All devices were listed.
+    InventoryComplete,
+    /// A front end has connected.
+    Connected {
+        /// Name of the device.
+        device: String,
+        /// Number of the connection. The holder never uses a number again.
+        connection: u64,
+    },
+    /// The pending message of a front end. The next message follows after [`HolderClient::done`].
+    Message(Message),
+    /// The connection of a front end has ended. The holder has dropped its state.
+    Disconnected {
+        /// Name of the device.
+        device: String,
+        /// Number of the connection.
+        connection: u64,
+    },
+}
+
+/// A device in the inventory of the holder.
+#[derive(Debug)]
+pub struct InventoryDevice {
+    /// Name of the device.
+    pub device: String,
+    /// Path of its socket.
+    pub path: PathBuf,
+    /// How the messages of its front ends are cut.
+    pub framing: Framing,
+    /// The connected front end.
+    pub front_end: Option<HeldConnection>,
+}
+
+/// The connection of a front end, with what the holder keeps for it.
+#[derive(Debug)]
+pub struct HeldConnection {
+    /// Number of the connection.
+    pub connection: u64,
+    /// The state that the gateway stored last; empty for a new connection.
+    pub state: Bytes,
+    /// The kept descriptors with their keys, in the order of the keys.
+    pub kept: Vec<(u64, SharedFd)>,
+}
+
+/// A message of a front end.
+#[derive(Debug)]
+pub struct Message {
+    /// Name of the device.
+    pub device: String,
+    /// Number of the connection.
+    pub connection: u64,
+    /// Number of the message. Messages of a connection are numbered from 1.
+    pub number: u64,
+    /// Header and payload.
+    pub bytes: Bytes,
+    /// The descriptors that arrived with the message.
+    pub fds: Vec<SharedFd>,
+}
+
+/// The answer to a message. The holder applies all of it, or nothing.
+#[derive(Debug, Clone, Default)]
+pub struct Done {
+    /// Name of the device.
+    pub device: String,
+    /// Number of the connection.
+    pub connection: u64,
+    /// Number of the message.
+    pub number: u64,
+    /// The new state of the device; `None` leaves the state as it is.
+    pub state: Option<Bytes>,
+    /// Descriptors to keep. A descriptor replaces the one that the holder keeps under the same key.
+    pub keep: Vec<(u64, SharedFd)>,
+    /// Keys of descriptors to drop, before others are kept. Unknown keys are ignored.
+    pub drop: Vec<u64>,
+    /// The reply to the front end.
+    pub reply: Option<Reply>,
+    /// Whether to disconnect the front end after the reply.
+    pub close: bool,
+}
+
+/// A message to a front end.
+#[derive(Debug, Clone, Default)]
+pub struct Reply {
+    /// Header and payload.
+    pub bytes: Bytes,
+    /// Descriptors.
+    pub fds: Vec<SharedFd>,
+}
+
+/// A change of state without a message. The holder applies all of it, or nothing.
+#[derive(Debug, Clone, Default)]
+pub struct Deposit {
+    /// Name of the device.
+    pub device: String,
+    /// Number of the connection.
+    pub connection: u64,
+    /// The new state of the device; `None` leaves the state as it is.
+    pub state: Option<Bytes>,
+    /// Descriptors to keep. A descriptor replaces the one that the holder keeps under the same key.
+    pub keep: Vec<(u64, SharedFd)>,
+    /// Keys of descriptors to drop, before others are kept. Unknown keys are ignored.
+    pub drop: Vec<u64>,
+}
+
+/// The answer of the holder to a call. The call is made even if the answer is dropped.
+#[derive(Debug)]
+#[must_use = "the holder may refuse the call"]
+pub struct Answer(Waiting);
+
+#[derive(Debug)]
+enum Waiting {
+    /// The call was not sent.
+    Failed(Option<ClientError>),
+    /// The task of the connection sends the answer.
+    Sent(oneshot::Receiver<Result<(), ClientError>>),
+}
+
+impl Future for Answer {
+    type Output = Result<(), ClientError>;
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
+        match &mut self.0 {
+            Waiting::Failed(error) => {
+                Poll::Ready(Err(error.take().expect("the answer was not returned before")))
+            }
+            Waiting::Sent(receiver) => Pin::new(receiver).poll(context).map(|received| {
+                received.unwrap_or_else(|_| Err(ClientError::Lost("its task has ended".to_owned())))
+            }),
+        }
+    }
+}
+
+/// The connection of a gateway to the holder. Clones share the connection.
+///
+/// Each method sends its call at once, in the order in which the methods are called. The returned
+/// future only waits for the answer. Any thread may call the methods.
+#[derive(Debug, Clone)]
+pub struct HolderClient {
+    queue: mpsc::UnboundedSender<Queued>,
+    /// Number of calls without an answer.
+    unanswered: Arc<AtomicUsize>,
+}
+
+/// The events of a connection. The connection ends when the events are dropped.
+///
+/// The number of events that wait here is limited by the protocol: per device, one of each kind.
+#[derive(Debug)]
+pub struct Events {
+    events: mpsc::UnboundedReceiver<Event>,
+    queue: mpsc::UnboundedSender<Queued>,
+    /// The reason why the connection ended.
+    end: oneshot::Receiver<ClientError>,
+    ended: Option<ClientError>,
+}
+
+/// What the task of the connection sends.
+#[derive(Debug)]
+enum Queued {
+    Call { body: Call, fds: Vec<SharedFd>, answer: oneshot::Sender<Result<(), ClientError>> },
+    Acknowledge { device: String, connection: u64 },
+}
+
+impl HolderClient {
+    /// Connects to the holder whose control socket is at `path`. The new connection replaces the
+    /// connection of another gateway. The first events are the devices that the holder has.
+    ///
+    /// Must be called in a tokio runtime, which then runs the task of the connection.
+    ///
+    /// # Errors
+    /// If no holder of this user answers, or if it has no version of the protocol in common with this
+    /// build.
+    pub async fn connect(path: &Path) -> Result<(HolderClient, Events), ClientError> {
+        let not_running = |reason: String| ClientError::NotRunning { path: path.to_owned(), reason };
+        let socket = match socket_file::connect(path) {
+            Ok(socket) => socket,
+            Err(SocketFileError::Failed { reason, .. }) => return Err(not_running(reason)),
+            Err(e) => return Err(not_running(e.to_string())),
+        };
+        let stream = FdStream::new(UnixStream::from_std(socket).map_err(|e| not_running(e.to_string()))?);
+        let uid = stream.peer_uid().map_err(|e| not_running(e.to_string()))?;
+        if uid != rustix::process::geteuid().as_raw() {
+            return Err(ClientError::OtherUser { path: path.to_owned(), uid });
+        }
+        let mut cutter = Cutter::new(FRAMES);
+        let mut hello = Frame::raw(&Hello(Versions::OWN).encode(), Vec::new()).into();
+        stream.send(&mut hello).await.map_err(|e| not_running(e.to_string()))?;
+        let welcome = stream.receive(&mut cutter).await.map_err(|e| not_running(e.to_string()))?;
+        let welcome = open(welcome).and_then(|(body, _)| Welcome::decode(&body));
+        let welcome = welcome.map_err(|e| ClientError::Protocol(e.to_string()))?;
+        if welcome
+            .chosen
+            .is_none_or(|chosen| Versions::OWN.common(Versions { min: chosen, max: chosen }).is_none())
+        {
+            return Err(ClientError::OtherVersion { holder: welcome.supported, gateway: Versions::OWN });
+        }
+        let (queue, queued) = mpsc::unbounded_channel();
+        let (event_sender, events) = mpsc::unbounded_channel();
+        let (end_sender, end) = oneshot::channel();
+        let unanswered = Arc::new(AtomicUsize::new(0));
+        let link = Link {
+            stream,
+            cutter,
+            queued,
+            events: event_sender,
+            listed: None,
+            calls: 0,
+            waiting: VecDeque::new(),
+            unanswered: unanswered.clone(),
+        };
+        base::task::spawn(ThreadClass::Client, link.run(end_sender));
+        let events = Events { events, queue: queue.clone(), end, ended: None };
+        Ok((HolderClient { queue, unanswered }, events))
+    }
+
+    /// Adds a device. The holder listens for its front ends at `path`, an absolute path.
+    pub fn add(&self, device: &str, path: &Path, framing: Framing) -> Answer {
+        let Some(text) = path.to_str() else {
+            let bad = SocketFileError::BadPath(path.to_string_lossy().into_owned());
+            return Answer::refused(bad.into());
+        };
+        self.call(Call::Add { device: device.to_owned(), path: text.to_owned(), framing }, Vec::new())
+    }
+
+    /// Removes a device with its socket and state. Its front end is disconnected. After the answer, no
+    /// further event of the device is received, but earlier events may still wait in [`Events`].
+    pub fn remove(&self, device: &str) -> Answer {
+        self.call(Call::Remove { device: device.to_owned() }, Vec::new())
+    }
+
+    /// Answers the pending message of a front end. Of several answers, also of several gateways, the
+    /// holder applies one. It refuses the answer if the front end has disconnected.
+    pub fn done(&self, done: Done) -> Answer {
+        let (keys, mut fds): (Vec<_>, Vec<_>) = done.keep.into_iter().unzip();
+        let (device, connection) = (done.device, done.connection);
+        let change = Change { device, connection, state: done.state, keep: keys, drop: done.drop };
+        let reply = done.reply.map(|reply| {
+            fds.extend(reply.fds);
+            reply.bytes
+        });
+        self.call(Call::Done { number: done.number, change, reply, close: done.close }, fds)
+    }
+
+    /// Changes the state of a device without a message of the front end.
+    pub fn deposit(&self, deposit: Deposit) -> Answer {
+        let (keep, fds) = deposit.keep.into_iter().unzip();
+        let (device, connection) = (deposit.device, deposit.connection);
+        self.call(
+            Call::Deposit(Change { device, connection, state: deposit.state, keep, drop: deposit.drop }),
+            fds,
+        )
+    }
+
+    /// Sends a message to the front end that is not a reply. The holder sends it at most once. It
+    /// refuses the message while the front end does not read.
+    pub fn send(&self, device: &str, connection: u64, message: Reply) -> Answer {
+        let call = Call::Send { device: device.to_owned(), connection, bytes: message.bytes };
+        self.call(call, message.fds)
+    }
+
+    /// Ends the holder, which disconnects all front ends.
+    pub fn stop(&self) -> Answer {
+        self.call(Call::Stop, Vec::new())
+    }
+
+    fn call(&self, body: Call, fds: Vec<SharedFd>) -> Answer {
+        if let Err(refusal) = check_size(&body, &fds) {
+            return Answer::refused(refusal);
+        }
+        if self.unanswered.fetch_add(1, Ordering::Relaxed) >= CALLS_MAX {
+            self.unanswered.fetch_sub(1, Ordering::Relaxed);
+            return Answer(Waiting::Failed(Some(ClientError::TooManyCalls)));
+        }
+        let (answer, receiver) = oneshot::channel();
+        // If the task has ended, it has dropped the answer's sender, which the future reports.
+        let _ = self.queue.send(Queued::Call { body, fds, answer });
+        Answer(Waiting::Sent(receiver))
+    }
+}
+
+impl Answer {
+    fn refused(refusal: Refusal) -> Answer {
+        Answer(Waiting::Failed(Some(refusal.into())))
+    }
+}
+
+/// Checks that a call fits into a frame. The holder checks all other limits.
+fn check_size(call: &Call, fds: &[SharedFd]) -> Result<(), Refusal> {
+    if fds.len() > CALL_FDS_MAX {
+        return Err(Refusal::TooManyCallFds(fds.len()));
+    }
+    let (change, message) = match call {
+        Call::Done { change, reply, .. } => (Some(change), reply.as_ref()),
+        Call::Deposit(change) => (Some(change), None),
+        Call::Send { bytes, .. } => (None, Some(bytes)),
+        Call::Add { .. } | Call::Remove { .. } | Call::Stop => (None, None),
+    };
+    if let Some(message) = message.filter(|message| message.len() > REPLY_BYTES_MAX) {
+        return Err(Refusal::BadReplyLength(message.len()));
+    }
+    let Some(change) = change else { return Ok(()) };
+    if let Some(state) = change.state.as_ref().filter(|state| state.len() > STATE_BYTES_MAX) {
+        return Err(Refusal::StateTooLong(state.len()));
+    }
+    if change.drop.len() > DROP_KEYS_MAX {
+        return Err(Refusal::TooManyDropKeys(change.drop.len()));
+    }
+    Ok(())
+}
+
+impl Events {
+    /// Waits for the next event. This method is cancel safe.
+    ///
+    /// # Errors
+    /// If the connection has ended. [`ClientError::Replaced`] means that another gateway has connected;
+    /// after all other errors, the gateway should connect again.
+    pub async fn next(&mut self) -> Result<Event, ClientError> {
+        match self.events.recv().await {
+            Some(event) => {
+                if let Event::Disconnected { device, connection } = &event {
+                    let acknowledge = Queued::Acknowledge { device: device.clone(), connection: *connection };
+                    // If the task has ended, the next call of this method returns the reason.
+                    let _ = self.queue.send(acknowledge);
+                }
+                Ok(event)
+            }
+            None => {
+                if self.ended.is_none() {
+                    let lost = |_| ClientError::Lost("its task has ended".to_owned());
+                    self.ended = Some((&mut self.end).await.unwrap_or_else(lost));
+                }
+                Err(self.ended.clone().expect("the reason is known"))
+            }
+        }
+    }
+}
+
+/// The task of a connection.
+struct Link {
+    stream: FdStream,
+    cutter: Cutter,
+    queued: mpsc::UnboundedReceiver<Queued>,
+    events: mpsc::UnboundedSender<Event>,
+    /// The device of the inventory whose kept descriptors are arriving, and how many are missing.
+    listed: Option<(InventoryDevice, usize)>,
+    /// Number of the last call.
+    calls: u64,
+    /// The calls without an answer, in their order.
+    waiting: VecDeque<(u64, oneshot::Sender<Result<(), ClientError>>)>,
+    unanswered: Arc<AtomicUsize>,
+}
+
+impl Link {
+    async fn run(mut self, end: oneshot::Sender<ClientError>) {
+        let error = self.exchange().await;
+        // The receivers may have been dropped; ignore the errors.
+        for (_, answer) in self.waiting.drain(..) {
+            let _ = answer.send(Err(error.clone()));
+        }
+        self.queued.close();
+        while let Ok(queued) = self.queued.try_recv() {
+            if let Queued::Call { answer, .. } = queued {
+                let _ = answer.send(Err(error.clone()));
+            }
+        }
+        let _ = end.send(error);
+    }
+
+    /// Sends calls and receives frames until the connection ends. Returns the reason.
+    async fn exchange(&mut self) -> ClientError {
+        let mut sending: Option<Sending> = None;
+        loop {
+            let is_idle = sending.is_none();
+            let write = async {
+                match &mut sending {
+                    Some(sending) => self.stream.send(sending).await,
+                    None => std::future::pending().await,
+                }
+            };
+            // Frames are also received while a call is being sent. So the holder, which sends while it
+            // reads, never waits for this side.
+            tokio::select! {
+                received = self.stream.receive(&mut self.cutter) => {
+                    if let Err(e) = self.received(received) {
+                        return e;
+                    }
+                }
+                written = write => match written {
+                    Ok(()) => sending = None,
+                    Err(e) => return self.farewell(&e.to_string()).await,
+                },
+                queued = self.queued.recv(), if is_idle => match queued {
+                    Some(queued) => sending = Some(self.encode(queued).into()),
+                    None => return ClientError::Lost("this gateway has closed it".to_owned()),
+                },
+                () = self.events.closed() => {
+                    return ClientError::Lost("this gateway has closed it".to_owned());
+                }
+            }
+        }
+    }
+
+    /// Reads the remaining frames after a failed write: the last one may tell the reason.
+    async fn farewell(&mut self, reason: &str) -> ClientError {
+        loop {
+            match self.stream.receive(&mut self.cutter).await {
+                Err(_) => return ClientError::Lost(reason.to_owned()),
+                received => {
+                    if let Err(e) = self.received(received) {
+                        return e;
+                    }
+                }
+            }
+        }
+    }
+
+    fn encode(&mut self, queued: Queued) -> Frame {
+        match queued {
+            Queued::Call { body, fds, answer } => {
+                self.calls += 1;
+                self.waiting.push_back((self.calls, answer));
+                Frame::of(&ToHolder::Call { call: self.calls, body }, fds)
+            }
+            Queued::Acknowledge { device, connection } => {
+                Frame::of(&ToHolder::Acknowledge { device, connection }, Vec::new())
+            }
+        }
+    }
+
+    /// Handles a frame of the holder. Returns the reason if the connection ends.
+    fn received(&mut self, received: Result<RawMessage, ReceiveError>) -> Result<(), ClientError> {
+        let protocol = |e: &dyn std::fmt::Display| ClientError::Protocol(e.to_string());
+        let frame = received.map_err(|e| match e {
+            ReceiveError::Violation(violation) => protocol(&violation),
+            e => ClientError::Lost(e.to_string()),
+        })?;
+        let (body, fds) = open(frame).map_err(|e| protocol(&e))?;
+        let fds: Vec<SharedFd> = fds.into_iter().map(SharedFd::new).collect();
+        let event = match decode::<ToGateway>(&body).map_err(|e| protocol(&e))? {
+            ToGateway::Answer { call, result } => return self.answered(call, result),
+            ToGateway::Device { device, path, framing, front_end } => {
+                let (front_end, missing) = match front_end {
+                    Some(Kept { connection, state, fds }) => {
+                        (Some(HeldConnection { connection, state, kept: Vec::new() }), fds as usize)
+                    }
+                    None => (None, 0),
+                };
+                let listed = InventoryDevice { device, path: path.into(), framing, front_end };
+                if self.listed.replace((listed, missing)).is_some() {
+                    return Err(protocol(&"a device lacks kept descriptors"));
+                }
+                self.pass_listed();
+                return Ok(());
+            }
+            ToGateway::Keys(keys) => return self.keys(keys, fds),
+            ToGateway::InventoryComplete => Event::InventoryComplete,
+            ToGateway::Connected { device, connection } => Event::Connected { device, connection },
+            ToGateway::Message { device, connection, number, bytes } => {
+                Event::Message(Message { device, connection, number, bytes, fds })
+            }
+            ToGateway::Disconnected { device, connection } => Event::Disconnected { device, connection },
+            ToGateway::Replaced => return Err(ClientError::Replaced),
+        };
+        self.pass(event);
+        Ok(())
+    }
+
+    fn answered(&mut self, call: u64, result: Result<(), Refusal>) -> Result<(), ClientError> {
+        match self.waiting.pop_front() {
+            Some((number, answer)) if number == call => {
+                let before = self.unanswered.fetch_sub(1, Ordering::Relaxed);
+                assert!(before > 0, "each call was counted");
+                // The caller may not wait for the answer.
+                let _ = answer.send(result.map_err(ClientError::Refused));
+                Ok(())
+            }
+            _ => Err(ClientError::Protocol(format!("call {call} was answered out of order"))),
+        }
+    }
+
+    fn keys(&mut self, keys: Vec<u64>, fds: Vec<SharedFd>) -> Result<(), ClientError> {
+        let unexpected = || ClientError::Protocol("unexpected kept descriptors".to_owned());
+        let (device, missing) = self.listed.as_mut().ok_or_else(unexpected)?;
+        let front_end = device.front_end.as_mut().ok_or_else(unexpected)?;
+        *missing = missing.checked_sub(keys.len()).ok_or_else(unexpected)?;
+        if keys.is_empty() || keys.len() != fds.len() {
+            return Err(unexpected());
+        }
+        front_end.kept.extend(keys.into_iter().zip(fds));
+        self.pass_listed();
+        Ok(())
+    }
+
+    /// Passes the device of the inventory on if it is complete.
+    fn pass_listed(&mut self) {
+        if let Some((device, _)) = self.listed.take_if(|(_, missing)| *missing == 0) {
+            self.pass(Event::Device(device));
+        }
+    }
+
+    fn pass(&self, event: Event) {
+        // If the events were dropped, the task ends next.
+        let _ = self.events.send(event);
+    }
+}
