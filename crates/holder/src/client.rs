@@ -15,8 +15,8 @@ use tokio::sync::{mpsc, oneshot};
 use crate::error::{ClientError, Refusal, SocketFileError};
 use crate::framing::{Cutter, Framing, RawMessage};
 use crate::protocol::{
-    CALL_FDS_MAX, CALLS_MAX, Call, Change, DROP_KEYS_MAX, FRAMES, Frame, Hello, Kept, REPLY_BYTES_MAX,
-    STATE_BYTES_MAX, SharedFd, ToGateway, ToHolder, Versions, Welcome, decode, open,
+    CALL_FDS_MAX, CALLS_MAX, Call, Change, FRAMES, Frame, Hello, Kept, SharedFd, ToGateway, ToHolder,
+    Versions, Welcome, decode, open,
 };
 use crate::socket::{FdStream, ReceiveError, Sending};
 use crate::socket_file;
@@ -293,7 +293,10 @@ impl HolderClient {
     }
 
     fn call(&self, body: Call, fds: Vec<SharedFd>) -> Answer {
-        if let Err(refusal) = check_size(&body, &fds) {
+        if fds.len() > CALL_FDS_MAX {
+            return Answer::refused(Refusal::TooManyCallFds(fds.len()));
+        }
+        if let Err(refusal) = body.check() {
             return Answer::refused(refusal);
         }
         if self.unanswered.fetch_add(1, Ordering::Relaxed) >= CALLS_MAX {
@@ -311,30 +314,6 @@ impl Answer {
     fn refused(refusal: Refusal) -> Answer {
         Answer(Waiting::Failed(Some(refusal.into())))
     }
-}
-
-/// Checks that a call fits into a frame. The holder checks all other limits.
-fn check_size(call: &Call, fds: &[SharedFd]) -> Result<(), Refusal> {
-    if fds.len() > CALL_FDS_MAX {
-        return Err(Refusal::TooManyCallFds(fds.len()));
-    }
-    let (change, message) = match call {
-        Call::Done { change, reply, .. } => (Some(change), reply.as_ref()),
-        Call::Deposit(change) => (Some(change), None),
-        Call::Send { bytes, .. } => (None, Some(bytes)),
-        Call::Add { .. } | Call::Remove { .. } | Call::Stop => (None, None),
-    };
-    if let Some(message) = message.filter(|message| message.len() > REPLY_BYTES_MAX) {
-        return Err(Refusal::BadReplyLength(message.len()));
-    }
-    let Some(change) = change else { return Ok(()) };
-    if let Some(state) = change.state.as_ref().filter(|state| state.len() > STATE_BYTES_MAX) {
-        return Err(Refusal::StateTooLong(state.len()));
-    }
-    if change.drop.len() > DROP_KEYS_MAX {
-        return Err(Refusal::TooManyDropKeys(change.drop.len()));
-    }
-    Ok(())
 }
 
 impl Events {

@@ -17,7 +17,7 @@
 //!       └── Event::GatewayLost         └──────────────▶ Gone ──────────┘
 //! ```
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use bytes::Bytes;
 
@@ -162,7 +162,8 @@ impl Device {
         Device { name, limits, front_end: None, told: Told::Nothing, newest: 0 }
     }
 
-    /// Applies an event. A refused call changes nothing; no other event is refused.
+    /// Applies an event. A refused call changes nothing; no other event is refused. The lengths of the
+    /// parts of a call were checked before.
     pub fn step(&mut self, event: Event) -> Result<(), Refusal> {
         match event {
             Event::Connected(connection) => self.connected(connection),
@@ -338,22 +339,21 @@ impl Device {
     fn check_change(&mut self, change: &Change, kept: &[SharedFd]) -> Result<(), Refusal> {
         assert_eq!(change.keep.len(), kept.len(), "each key has a descriptor");
         assert!(kept.len() <= CALL_FDS_MAX, "a frame has a limited number of descriptors");
+        assert!(
+            change.state.as_ref().is_none_or(|state| state.len() <= STATE_BYTES_MAX),
+            "the call was checked"
+        );
         let max = self.limits.kept_fds_max;
         let front_end = self.current(change.connection)?;
-        if let Some(state) = change.state.as_ref().filter(|state| state.len() > STATE_BYTES_MAX) {
-            return Err(Refusal::StateTooLong(state.len()));
-        }
-        let keys = change.keep.iter().collect::<std::collections::BTreeSet<_>>();
-        let dropped = change.drop.iter().collect::<std::collections::BTreeSet<_>>();
+        let keys: BTreeSet<_> = change.keep.iter().collect();
+        let dropped: BTreeSet<_> = change.drop.iter().collect();
         let stay = front_end.kept.keys().filter(|key| !dropped.contains(key) && !keys.contains(key)).count();
         let count = stay + keys.len();
         if count > max { Err(Refusal::TooManyKeptFds { count, max }) } else { Ok(()) }
     }
 
     fn check_reply(&self, reply: &Content) -> Result<(), Refusal> {
-        if !(1..=REPLY_BYTES_MAX).contains(&reply.bytes.len()) {
-            return Err(Refusal::BadReplyLength(reply.bytes.len()));
-        }
+        assert!((1..=REPLY_BYTES_MAX).contains(&reply.bytes.len()), "the call was checked");
         let (count, max) = (reply.fds.len(), self.limits.reply_fds_max);
         if count > max as usize { Err(Refusal::TooManyReplyFds { count, max }) } else { Ok(()) }
     }

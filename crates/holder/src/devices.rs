@@ -17,7 +17,7 @@ use crate::framing::Framing;
 use crate::front_end;
 use crate::held_device::{HeldDevice, NewsQueue};
 use crate::holder::Limits;
-use crate::protocol::{BadFrame, CALL_FDS_MAX, Call, Change, DEVICE_NAME_BYTES_MAX, OUTBOX_MAX, SharedFd};
+use crate::protocol::{BadFrame, CALL_FDS_MAX, Call, Change, OUTBOX_MAX, SharedFd};
 use crate::socket_file::SocketFile;
 
 /// Descriptors of the process that are not for devices: the frame that is being read, the control
@@ -100,6 +100,9 @@ impl Devices {
         if fds.len() < stated || (fds.len() > stated && !takes_rest) {
             return Err(BadFrame::Fds { stated, arrived: fds.len() });
         }
+        if let Err(refusal) = call.check() {
+            return Ok(Err(refusal));
+        }
         let rest = fds.split_off(stated);
         Ok(match call {
             Call::Add { device, path, framing } => self.add(device, path, framing),
@@ -145,9 +148,6 @@ impl Devices {
     }
 
     fn add(&mut self, name: String, path: String, framing: Framing) -> Result<(), Refusal> {
-        if !(1..=DEVICE_NAME_BYTES_MAX).contains(&name.len()) || name.chars().any(char::is_control) {
-            return Err(Refusal::BadName(name));
-        }
         if self.entries.contains_key(&name) {
             return Err(Refusal::DeviceExists(name));
         }
@@ -189,5 +189,29 @@ impl Devices {
         let reserved = OWN_FDS + self.entries.values().map(|entry| entry.fds).sum::<u64>();
         let left = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX).saturating_sub(reserved);
         if needed > left { Err(Refusal::TooFewDescriptors { needed, left }) } else { Ok(needed) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_call_of_a_faulty_gateway_is_refused_before_it_reaches_a_device() {
+        let mut devices = Devices::new(Limits::default(), 0o600);
+        let null = || OwnedFd::from(std::fs::File::open("/dev/null").unwrap());
+        let long = "x".repeat(1 << 20);
+        let refused = devices.execute(Call::Remove { device: long }, vec![]).unwrap().unwrap_err();
+        assert!(matches!(refused, Refusal::BadName(_)));
+        let change = Change { device: "d".into(), connection: 1, state: None, keep: vec![1], drop: vec![] };
+        for (call, fds, stated) in [
+            (Call::Stop, vec![null()], 0),
+            (Call::Deposit(change.clone()), vec![], 1),
+            (Call::Deposit(change.clone()), vec![null(), null()], 1),
+            (Call::Done { number: 1, change, reply: None, close: false }, vec![null(), null()], 1),
+        ] {
+            let arrived = fds.len();
+            assert_eq!(devices.execute(call, fds), Err(BadFrame::Fds { stated, arrived }));
+        }
     }
 }

@@ -17,7 +17,7 @@ use bytes::{BufMut, Bytes, BytesMut};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use crate::error::Refusal;
+use crate::error::{Refusal, SocketFileError};
 use crate::framing::{Framing, RawMessage};
 
 /// Maximum length of the state of a device, in bytes.
@@ -28,6 +28,8 @@ pub const REPLY_BYTES_MAX: usize = 64 << 10;
 pub const CALL_FDS_MAX: usize = 253;
 /// Maximum length of the name of a device, in bytes.
 pub const DEVICE_NAME_BYTES_MAX: usize = 255;
+/// Maximum length of the path of a device's socket, in bytes.
+pub const PATH_BYTES_MAX: usize = 4 << 10;
 /// Maximum number of messages that wait until a front end reads.
 pub const OUTBOX_MAX: usize = 4;
 /// Maximum number of calls of a client that wait for their answers.
@@ -220,6 +222,49 @@ pub enum Call {
     Stop,
 }
 
+impl Call {
+    /// Checks the lengths of all parts. Both sides check them: so a call fits into a frame, and the
+    /// holder can name the device in its answer.
+    ///
+    /// # Errors
+    /// If a part is too long, or if a message to the front end is empty.
+    pub(crate) fn check(&self) -> Result<(), Refusal> {
+        let (device, change, message) = match self {
+            Call::Add { device, .. } | Call::Remove { device } => (device, None, None),
+            Call::Done { change, reply, .. } => (&change.device, Some(change), reply.as_ref()),
+            Call::Deposit(change) => (&change.device, Some(change), None),
+            Call::Send { device, bytes, .. } => (device, None, Some(bytes)),
+            Call::Stop => return Ok(()),
+        };
+        if !(1..=DEVICE_NAME_BYTES_MAX).contains(&device.len()) || device.chars().any(char::is_control) {
+            return Err(Refusal::BadName(start_of(device)));
+        }
+        if let Call::Add { path, .. } = self
+            && path.len() > PATH_BYTES_MAX
+        {
+            return Err(SocketFileError::BadPath(start_of(path)).into());
+        }
+        if let Some(len) = message.map(Bytes::len).filter(|len| !(1..=REPLY_BYTES_MAX).contains(len)) {
+            return Err(Refusal::BadReplyLength(len));
+        }
+        let Some(change) = change else { return Ok(()) };
+        if let Some(len) = change.state.as_ref().map(Bytes::len).filter(|len| *len > STATE_BYTES_MAX) {
+            return Err(Refusal::StateTooLong(len));
+        }
+        if change.drop.len() > DROP_KEYS_MAX {
+            return Err(Refusal::TooManyDropKeys(change.drop.len()));
+        }
+        Ok(())
+    }
+}
+
+/// Returns the start of a text that may be too long for a message.
+fn start_of(text: &str) -> String {
+    const CHARS_MAX: usize = 64;
+    let start: String = text.chars().take(CHARS_MAX).collect();
+    if start.len() < text.len() { start + "…" } else { start }
+}
+
 /// A change of what the holder keeps for a front end's connection.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Change {
@@ -401,6 +446,21 @@ mod tests {
         let body = Call::Done { number: u64::MAX, change, reply, close: true };
         let call = ToHolder::Call { call: u64::MAX, body };
         assert!(Frame::of(&call, Vec::new()).bytes.len() <= FRAME_BYTES_MAX);
+    }
+
+    #[test]
+    fn long_parts_of_a_call_are_refused_without_repeating_them() {
+        let long = "x".repeat(FRAME_BYTES_MAX);
+        let framing = Framing::VHOST_USER;
+        for call in [
+            Call::Remove { device: long.clone() },
+            Call::Add { device: "d".into(), path: long.clone(), framing },
+            Call::Add { device: long.clone(), path: "/d".into(), framing },
+            Call::Send { device: long, connection: 1, bytes: Bytes::from_static(b"x") },
+        ] {
+            let refused = call.check().unwrap_err();
+            assert!(refused.to_string().len() < 400, "{refused}");
+        }
     }
 
     proptest! {
