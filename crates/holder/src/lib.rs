@@ -53,6 +53,7 @@ pub mod fuzz;
 mod gateway;
 mod held_device;
 mod holder;
+mod link;
 mod protocol;
 mod socket;
 mod socket_file;
