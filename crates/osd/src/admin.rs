@@ -8,7 +8,7 @@ use std::time::Duration;
 use base::BoxFuture;
 use base::collections::HashMap;
 use identity::{Caller, KeyHash};
-use wire::{AccountRequest, AdminReply, AdminRequest, Error, Result};
+use wire::{AccountRequest, AdminReply, AdminRequest, DiskCommand, DiskRequest, Error, Result};
 
 use crate::audit_log::{AuditEvent, AuditKind};
 use crate::authorize::authorize_admin;
@@ -214,6 +214,11 @@ impl Osd {
                 let Some(sink) = &self.shard.config.audit.0 else { return Ok(AdminReply::Audit(Vec::new())) };
                 return Ok(AdminReply::Audit(sink.recent(limit as usize).await));
             }
+            AdminRequest::Disk(request) => {
+                let gateways = self.shard.config.gateways.clone();
+                return Ok(AdminReply::Disk(gateways.execute(grant.tenant, request).await?));
+            }
+            AdminRequest::ServeGateway { .. } => return Ok(AdminReply::Gateway(grant.tenant)),
             AdminRequest::WhoAmI => {
                 return Ok(AdminReply::Me(Box::new(self.who_am_i(caller, &grant.rights)?)));
             }
@@ -260,6 +265,11 @@ fn audited(request: &AdminRequest) -> (Option<AuditKind>, String) {
         AdminRequest::Accounts(AccountRequest::ListTenants | AccountRequest::ListUsers { .. }) => None,
         AdminRequest::Accounts(_) => Some(AuditKind::Changed),
         AdminRequest::IssueCapability { .. } => Some(AuditKind::Issued),
+        AdminRequest::Disk(DiskRequest { command, .. }) => match command {
+            DiskCommand::List | DiskCommand::Stat { .. } | DiskCommand::Usage { .. } => None,
+            _ => Some(AuditKind::Changed),
+        },
+        AdminRequest::ServeGateway { .. } => Some(AuditKind::Changed),
         AdminRequest::KillSession(_) => Some(AuditKind::SessionKilled),
         AdminRequest::PoolList { .. }
         | AdminRequest::TargetForget { .. }
@@ -272,6 +282,29 @@ fn audited(request: &AdminRequest) -> (Option<AuditKind>, String) {
         | AdminRequest::Audit { .. } => None,
     };
     (kind, described(request))
+}
+
+/// Returns a request about disks as text for operators.
+fn described_disk(pool: &str, command: &DiskCommand) -> String {
+    let place = match command.disk() {
+        Some(disk) => format!("{pool}/{disk}"),
+        None => pool.to_owned(),
+    };
+    match command {
+        DiskCommand::Create { size, .. } => format!("create disk {place} of {size} bytes"),
+        DiskCommand::List => format!("list disks of {place}"),
+        DiskCommand::Stat { .. } => format!("show disk {place}"),
+        DiskCommand::Remove { .. } => format!("remove disk {place}"),
+        DiskCommand::Resize { size, .. } => format!("resize disk {place} to {size} bytes"),
+        DiskCommand::Snapshot { snapshot, .. } => format!("take snapshot {place}@{snapshot}"),
+        DiskCommand::RemoveSnapshot { snapshot, .. } => format!("remove snapshot {place}@{snapshot}"),
+        DiskCommand::Clone { snapshot, clone, .. } => format!("clone {place}@{snapshot} to {pool}/{clone}"),
+        DiskCommand::Flatten { .. } => format!("flatten disk {place}"),
+        DiskCommand::Usage { .. } => format!("show the space of disk {place}"),
+        DiskCommand::Attach { front_end, .. } => format!("attach disk {place} as {front_end}"),
+        DiskCommand::Detach { .. } => format!("detach disk {place}"),
+        other => format!("{other:?}"),
+    }
 }
 
 /// Returns a request as text for operators.
@@ -318,6 +351,8 @@ fn described(request: &AdminRequest) -> String {
         AdminRequest::WhoAmI => "show the caller".into(),
         AdminRequest::ListSessions => "list sessions".into(),
         AdminRequest::Audit { .. } => "show the audit log".into(),
+        AdminRequest::Disk(DiskRequest { pool, command }) => described_disk(pool, command),
+        AdminRequest::ServeGateway { name } => format!("serve as the gateway {name}"),
         AdminRequest::ArmFault(fault) => format!("arm the fault {fault}"),
         AdminRequest::ListFaults => "list armed faults".into(),
         AdminRequest::ClearFaults => "disarm all faults".into(),

@@ -390,6 +390,8 @@ fn admin_need(request: &AdminRequest) -> AdminNeed<'_> {
         AdminRequest::ListSessions => AdminNeed::Tenant(None, "list sessions"),
         AdminRequest::KillSession(_) => AdminNeed::Tenant(None, "end sessions"),
         AdminRequest::Audit { .. } => AdminNeed::Node("read the audit log"),
+        AdminRequest::Disk(request) => AdminNeed::Pool(None, request.pool.as_bytes()),
+        AdminRequest::ServeGateway { .. } => AdminNeed::Tenant(None, "serve as a gateway"),
         AdminRequest::ArmFault(_) => AdminNeed::Node("arm faults"),
         AdminRequest::ListFaults => AdminNeed::Node("list armed faults"),
         AdminRequest::ClearFaults => AdminNeed::Node("disarm faults"),

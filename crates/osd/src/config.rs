@@ -14,6 +14,7 @@ use uuid::Uuid;
 use crate::audit_log::AuditAt;
 use crate::debug_controls::DebugAt;
 use crate::directory::Directory;
+use crate::gateways::GatewaysAt;
 use wire::{OffloadStatus, Placement};
 
 use crate::witness::WitnessAt;
@@ -109,6 +110,8 @@ pub struct OsdConfig {
     pub control: Option<String>,
     /// Faults and switches of the process.
     pub debug: DebugAt,
+    /// The gateways that execute requests about disks.
+    pub gateways: GatewaysAt,
 }
 
 /// Schedule of the probes that the osd sends to a failed target. Placement groups do not use the
@@ -221,6 +224,7 @@ impl Default for OsdConfig {
             audit: AuditAt::default(),
             control: None,
             debug: DebugAt::default(),
+            gateways: GatewaysAt::default(),
         }
     }
 }

@@ -8,8 +8,8 @@ use serde::Serialize;
 use uuid::Uuid;
 
 use crate::{
-    AccessGrant, AccountRequest, CodingMode, NodeStatus, PoolInfo, Redundancy, Role, RoleUsage, ScrubStatus,
-    SessionId, TenantInfo, UserInfo,
+    AccessGrant, AccountRequest, CodingMode, DiskReply, DiskRequest, NodeStatus, PoolInfo, Redundancy, Role,
+    RoleUsage, ScrubStatus, SessionId, TenantInfo, UserInfo,
 };
 
 /// A request of an operator, which administers the node.
@@ -117,6 +117,13 @@ pub enum AdminRequest {
     ClearFaults,
     /// Sets how the osd uses the channel, until its next start.
     TuneChannel(TuningChange),
+    /// Manages virtual disks. A gateway of the caller's tenant executes the request.
+    Disk(DiskRequest),
+    /// Begins to serve as a gateway of the caller's tenant.
+    ServeGateway {
+        /// Name of the gateway.
+        name: String,
+    },
 }
 
 /// How the osd uses the channel to its store.
@@ -217,6 +224,10 @@ pub enum AdminReply {
     },
     /// The new tuning of the channel.
     Tuned(ChannelTuning),
+    /// The answer of a gateway.
+    Disk(DiskReply),
+    /// Number of the tenant that the gateway serves.
+    Gateway(u32),
 }
 
 /// An open session.

@@ -14,6 +14,7 @@ mod admin;
 mod bulk;
 mod codec;
 mod coding;
+mod disks;
 mod error;
 pub mod limits;
 mod name;
@@ -35,6 +36,7 @@ pub use codec::{
     decode_head, decode_reply, encode_reply, encode_request,
 };
 pub use coding::{CodingMode, CodingModeError, CodingRatio};
+pub use disks::{DiskCommand, DiskInfo, DiskReply, DiskRequest, DiskSpace, FrontEnd, SnapshotInfo};
 pub use error::{AdministratorOf, Error, Result};
 pub use name::{NameError, ObjectName, PoolName, WireName, is_system_namespace};
 pub use redundancy::{DEFAULT_STRIPE_UNIT, MAX_COPIES, MAX_STRIPE, Redundancy, default_stripe_unit};

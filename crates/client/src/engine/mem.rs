@@ -380,7 +380,7 @@ impl Model {
             Some(names) => pool.first_of(name, names)?.map(|(_, found)| found),
             None => None,
         };
-        if pool.objects.get(&key).is_none() && inherited.is_some_and(|from| from.manifest.is_some()) {
+        if !pool.objects.contains_key(&key) && inherited.is_some_and(|from| from.manifest.is_some()) {
             return Err(model::striped(name, "copying"));
         }
         let change =
