@@ -7,6 +7,9 @@
 //! may be writing, and the promise that two `ArenaBuf`s never overlap. The caller of `Arena::carve`
 //! keeps that promise (in this crate: [`crate::pool`]).
 //!
+//! [`guarded`] maps memory of front ends, such as virtual machine monitors, which cannot be forced to
+//! seal the size of their memory.
+//!
 //! **Huge pages.** The cost of direct I/O grows with the number of pages. Shared memory uses 2 MiB
 //! pages that the administrator has set aside, if enough are free. Otherwise it uses ordinary
 //! memory. [`Arena::gather`] moves ordinary memory into huge pages, which takes time but needs no
@@ -27,6 +30,7 @@
 
 mod concurrent;
 mod device;
+pub mod guarded;
 mod mapping;
 mod outside;
 mod uses;
