@@ -249,3 +249,6 @@ fn queue_at(place: &RingPlace, ram: &GuestRam) -> Result<Queue, RingError> {
     }
     Ok(queue)
 }
+
+#[cfg(test)]
+mod tests;
