@@ -12,7 +12,6 @@ use crate::inflight::{InflightFile, RecordLayout, create};
 use crate::memory::MemoryRange;
 use crate::stop_point::{Stopped, stop_at};
 
-#[expect(dead_code, reason = "the end-to-end tests use all of it")]
 #[path = "../../tests/e2e/guest.rs"]
 mod guest;
 

@@ -2,6 +2,8 @@
 //!
 //! The parent module imports `GuestRam` and `MemoryRange`.
 
+#![allow(dead_code, reason = "several programs use parts of this module")]
+
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
