@@ -29,7 +29,7 @@ use tokio::sync::watch;
 
 use crate::blk::{BlkRequest, BlkStatus, Execution};
 use crate::channel;
-use crate::session::{Answer, DeviceView, ProtocolError, SessionEffect, VhostSession};
+use crate::session::{DeviceView, ProtocolError, SessionAnswer, SessionEffect, VhostSession};
 use queue::DeviceQueue;
 
 /// Number of requests that the task takes from a ring before it looks after the other queues.
@@ -70,7 +70,7 @@ pub trait VhostControl: Send {
 
     /// Stores the state and the file descriptors of an answer, and sends its reply. If this process
     /// is killed after the end of the call, the answer takes effect.
-    fn answer(&mut self, answer: Answer) -> impl Future<Output = io::Result<()>> + Send;
+    fn answer(&mut self, answer: SessionAnswer) -> impl Future<Output = io::Result<()>> + Send;
 }
 
 /// Why a device has ended. Its front end must be disconnected.

@@ -17,7 +17,7 @@ use tokio::net::UnixStream;
 
 use crate::device::{BlkDevice, DeviceOptions, VhostControl, VhostError, VhostMessage};
 use crate::message::{FDS_MAX, HEADER_LEN, MessageHeader};
-use crate::session::Answer;
+use crate::session::SessionAnswer;
 
 /// Serves a front end that has connected, until it disconnects. Must run in a tokio runtime with I/O
 /// enabled.
@@ -82,7 +82,7 @@ impl VhostControl for DirectControl {
         }
     }
 
-    async fn answer(&mut self, answer: Answer) -> io::Result<()> {
+    async fn answer(&mut self, answer: SessionAnswer) -> io::Result<()> {
         let Some((mut bytes, mut fds)) = answer.reply else { return Ok(()) };
         while !bytes.is_empty() {
             let sent = self.stream.async_io(Interest::WRITABLE, || send(&self.stream, &bytes, &fds)).await?;

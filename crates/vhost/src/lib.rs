@@ -32,4 +32,6 @@ mod stop_point;
 pub use chain::ChainError;
 pub use device::{BlkDevice, DeviceOptions, VhostControl, VhostError, VhostMessage};
 pub use ring::{RING_SIZE_MAX, RingError};
-pub use session::{Answer, DeviceView, ProtocolError, QUEUES_MAX, RestoreError, SessionEffect, VhostSession};
+pub use session::{
+    DeviceView, ProtocolError, QUEUES_MAX, RestoreError, SessionAnswer, SessionEffect, VhostSession,
+};

@@ -1,6 +1,6 @@
 //! [`VhostSession`]: the protocol with one front end, as a state machine without sockets.
 //!
-//! The session handles one message after the other. The result of a message is an [`Answer`]: the
+//! The session handles one message after the other. The result of a message is an [`SessionAnswer`]: the
 //! new state as bytes, the file descriptors to keep and to drop, and the reply. The caller stores
 //! the state and the file descriptors outside of this process, and sends the reply, in one atomic
 //! step. After this process was killed, [`VhostSession::restore`] continues with the stored state,
@@ -27,7 +27,7 @@ use crate::memory::{GuestRam, GuestRamError};
 use crate::message::{DecodeMessageError, FrontEndRequest};
 use crate::ring::{RING_SIZE_MAX, RingPlace};
 use state::{QueueState, SessionRecord};
-use turn::Turn;
+use turn::SessionTurn;
 
 /// Maximum number of queues of a device.
 pub const QUEUES_MAX: u16 = 16;
@@ -149,14 +149,14 @@ pub enum SessionEffect {
 
 /// What to do after a message was handled.
 #[derive(Debug)]
-pub struct Answer {
+pub struct SessionAnswer {
     /// The new state of the session, for [`VhostSession::restore`].
     pub state: Bytes,
     /// File descriptors to keep, under keys that were not in use before.
     pub keep: Vec<(u64, OwnedFd)>,
     /// Keys of file descriptors to drop.
     pub drop: Vec<u64>,
-    /// Reply to the front end, with file descriptors.
+    /// MessageReply to the front end, with file descriptors.
     pub reply: Option<(Bytes, Vec<OwnedFd>)>,
     /// What the device has to do after the other parts were stored.
     pub effects: Vec<SessionEffect>,
@@ -262,9 +262,9 @@ impl VhostSession {
         message: &[u8],
         fds: Vec<OwnedFd>,
         view: &DeviceView,
-    ) -> Result<Answer, ProtocolError> {
+    ) -> Result<SessionAnswer, ProtocolError> {
         let (header, request) = FrontEndRequest::read(message)?;
-        Turn::new(self, header, view).handle(request, fds)
+        SessionTurn::new(self, header, view).handle(request, fds)
     }
 
     /// Number of queues of the device.

@@ -1,4 +1,4 @@
-//! [`Turn`]: the handling of one message.
+//! [`SessionTurn`]: the handling of one message.
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, OwnedFd};
@@ -6,7 +6,8 @@ use std::sync::Arc;
 
 use super::state::{KeptInflight, KeptRegion, QueueState, SessionRecord, is_ring_size};
 use super::{
-    Answer, DeviceView, ProtocolError, RING_SIZE_MAX, SessionEffect, VhostSession, features, protocol_feature,
+    DeviceView, ProtocolError, RING_SIZE_MAX, SessionAnswer, SessionEffect, VhostSession, features,
+    protocol_feature,
 };
 use crate::blk;
 use crate::inflight::{self, InflightFile, RecordLayout};
@@ -14,7 +15,7 @@ use crate::memory::{GuestRam, MemoryRange, REGIONS_MAX};
 use crate::message::{self, ConfigPart, FrontEndRequest, InflightPlace, MessageHeader, QueueEvent};
 
 /// Why a message does not take effect.
-enum Failure {
+enum TurnFailure {
     /// The front end violates the protocol.
     Violation(String),
     /// The message is valid, but cannot be executed. The front end learns this by the reply, if it
@@ -23,10 +24,10 @@ enum Failure {
     Os(&'static str, std::io::Error),
 }
 
-type Reply = (Vec<u8>, Vec<OwnedFd>);
+type MessageReply = (Vec<u8>, Vec<OwnedFd>);
 
 /// The handling of one message. It changes copies, which replace the session's state at the end.
-pub(super) struct Turn<'a> {
+pub(super) struct SessionTurn<'a> {
     session: &'a mut VhostSession,
     header: MessageHeader,
     view: &'a DeviceView,
@@ -38,19 +39,19 @@ pub(super) struct Turn<'a> {
     request: String,
 }
 
-impl<'a> Turn<'a> {
+impl<'a> SessionTurn<'a> {
     pub(super) fn new(session: &'a mut VhostSession, header: MessageHeader, view: &'a DeviceView) -> Self {
         let (record, inflight) = (session.record.clone(), session.inflight.clone());
         let (added, effects) = (BTreeMap::new(), Vec::new());
         let request = String::new();
-        Turn { session, header, view, record, memory: None, inflight, added, effects, request }
+        SessionTurn { session, header, view, record, memory: None, inflight, added, effects, request }
     }
 
     pub(super) fn handle(
         mut self,
         request: FrontEndRequest,
         fds: Vec<OwnedFd>,
-    ) -> Result<Answer, ProtocolError> {
+    ) -> Result<SessionAnswer, ProtocolError> {
         self.request = name(&request);
         let expected = expected_fds(&request, fds.len());
         if fds.len() != expected {
@@ -69,17 +70,17 @@ impl<'a> Turn<'a> {
                 let request = self.header.request;
                 self.finish(wants_ack.then(|| ack(request, 0)))
             }
-            Err(Failure::Refusal(reason)) if wants_ack => {
+            Err(TurnFailure::Refusal(reason)) if wants_ack => {
                 tracing::warn!("{} of a front end is refused: {reason}", self.request);
                 let request = self.header.request;
                 // Queues that were stopped for the message continue.
-                let unchanged = Turn::new(self.session, self.header, self.view);
+                let unchanged = SessionTurn::new(self.session, self.header, self.view);
                 unchanged.keep_bases().finish(Some(ack(request, 1)))
             }
-            Err(Failure::Refusal(reason) | Failure::Violation(reason)) => {
+            Err(TurnFailure::Refusal(reason) | TurnFailure::Violation(reason)) => {
                 Err(ProtocolError::Refused { request: self.request, reason })
             }
-            Err(Failure::Os(action, source)) => Err(ProtocolError::Os { action, source }),
+            Err(TurnFailure::Os(action, source)) => Err(ProtocolError::Os { action, source }),
         }
     }
 
@@ -90,7 +91,11 @@ impl<'a> Turn<'a> {
         self
     }
 
-    fn execute(&mut self, request: FrontEndRequest, fds: Vec<OwnedFd>) -> Result<Option<Reply>, Failure> {
+    fn execute(
+        &mut self,
+        request: FrontEndRequest,
+        fds: Vec<OwnedFd>,
+    ) -> Result<Option<MessageReply>, TurnFailure> {
         let word = |value: u64| value.to_ne_bytes();
         let mut fds = fds.into_iter();
         let payload = match request {
@@ -111,7 +116,7 @@ impl<'a> Turn<'a> {
         &mut self,
         request: FrontEndRequest,
         fds: &mut dyn Iterator<Item = OwnedFd>,
-    ) -> Result<(), Failure> {
+    ) -> Result<(), TurnFailure> {
         match request {
             FrontEndRequest::SetFeatures(accepted) => {
                 accept(accepted, features())?;
@@ -137,7 +142,7 @@ impl<'a> Turn<'a> {
             FrontEndRequest::RemMemReg(range) => self.remove_region(range)?,
             FrontEndRequest::SetVringNum { queue, size } => {
                 if !is_ring_size(size) {
-                    return Err(Failure::Violation(format!(
+                    return Err(TurnFailure::Violation(format!(
                         "a ring has a power of two of descriptors, at most {RING_SIZE_MAX}, not {size}"
                     )));
                 }
@@ -152,7 +157,7 @@ impl<'a> Turn<'a> {
             FrontEndRequest::SetVringBase { queue, base } => {
                 let base = u16::try_from(base);
                 let base =
-                    base.map_err(|_| Failure::Violation("the index of a split ring has 16 bits".into()))?;
+                    base.map_err(|_| TurnFailure::Violation("the index of a split ring has 16 bits".into()))?;
                 self.queue(queue)?.base = base;
             }
             FrontEndRequest::SetVringEnable { queue, is_enabled } => {
@@ -160,7 +165,9 @@ impl<'a> Turn<'a> {
             }
             FrontEndRequest::SetVringKick(event) => {
                 if !event.has_fd {
-                    return Err(Failure::Violation("the device does not poll rings without an event".into()));
+                    return Err(TurnFailure::Violation(
+                        "the device does not poll rings without an event".into(),
+                    ));
                 }
                 self.set_event(event, fds.next(), |queue| &mut queue.kick)?;
             }
@@ -178,7 +185,7 @@ impl<'a> Turn<'a> {
             }
             FrontEndRequest::SetInflightFd(place) => self.set_inflight(place, take(fds)?)?,
             FrontEndRequest::SetConfig(_) => {
-                return Err(Failure::Refusal("the configuration space cannot be written".into()));
+                return Err(TurnFailure::Refusal("the configuration space cannot be written".into()));
             }
             // The session has one front end, which is the owner.
             FrontEndRequest::SetOwner => {}
@@ -187,9 +194,9 @@ impl<'a> Turn<'a> {
         Ok(())
     }
 
-    fn queue(&mut self, queue: u32) -> Result<&mut QueueState, Failure> {
+    fn queue(&mut self, queue: u32) -> Result<&mut QueueState, TurnFailure> {
         let found = self.record.queues.get_mut(queue as usize);
-        found.ok_or_else(|| Failure::Violation(format!("queue {queue} does not exist")))
+        found.ok_or_else(|| TurnFailure::Violation(format!("queue {queue} does not exist")))
     }
 
     fn queues(&mut self, change: impl Fn(&mut QueueState)) {
@@ -201,14 +208,14 @@ impl<'a> Turn<'a> {
         event: QueueEvent,
         fd: Option<OwnedFd>,
         field: fn(&mut QueueState) -> &mut Option<u64>,
-    ) -> Result<(), Failure> {
+    ) -> Result<(), TurnFailure> {
         let key = fd.map(|fd| self.add_fd(fd));
         *field(self.queue(event.queue as u32)?) = key;
         Ok(())
     }
 
     /// Stops a queue. Returns the payload of the reply: its number, and the index of the next request.
-    fn stop(&mut self, queue: u32) -> Result<[u8; 8], Failure> {
+    fn stop(&mut self, queue: u32) -> Result<[u8; 8], TurnFailure> {
         let state = self.queue(queue)?;
         (state.kick, state.call) = (None, None);
         let mut payload = [0; 8];
@@ -224,17 +231,17 @@ impl<'a> Turn<'a> {
         key
     }
 
-    fn add_region(&mut self, range: MemoryRange, file: OwnedFd) -> Result<(), Failure> {
+    fn add_region(&mut self, range: MemoryRange, file: OwnedFd) -> Result<(), TurnFailure> {
         let memory = self.memory.as_ref().unwrap_or(&self.session.memory);
-        self.memory = Some(memory.with(range, &file).map_err(|e| Failure::Refusal(e.to_string()))?);
+        self.memory = Some(memory.with(range, &file).map_err(|e| TurnFailure::Refusal(e.to_string()))?);
         let key = self.add_fd(file);
         self.record.memory.push(KeptRegion { range, key });
         Ok(())
     }
 
-    fn remove_region(&mut self, range: MemoryRange) -> Result<(), Failure> {
+    fn remove_region(&mut self, range: MemoryRange) -> Result<(), TurnFailure> {
         let memory = self.session.memory.without(range);
-        self.memory = Some(memory.map_err(|e| Failure::Refusal(e.to_string()))?);
+        self.memory = Some(memory.map_err(|e| TurnFailure::Refusal(e.to_string()))?);
         self.record.memory.retain(|kept| kept.range.guest_address != range.guest_address);
         Ok(())
     }
@@ -250,21 +257,22 @@ impl<'a> Turn<'a> {
         message::config_reply(self.header.request, &part)
     }
 
-    fn create_inflight(&mut self, place: InflightPlace) -> Result<Reply, Failure> {
+    fn create_inflight(&mut self, place: InflightPlace) -> Result<MessageReply, TurnFailure> {
         let is_valid = (1..=self.session.queues).contains(&place.queues) && is_ring_size(place.size.into());
         if !is_valid {
-            return Err(Failure::Violation(format!("records for {place:?} are impossible")));
+            return Err(TurnFailure::Violation(format!("records for {place:?} are impossible")));
         }
         let layout = RecordLayout::new(place.queues, place.size);
-        let file = inflight::create(layout).map_err(|e| Failure::Os("create inflight records", e.into()))?;
+        let file =
+            inflight::create(layout).map_err(|e| TurnFailure::Os("create inflight records", e.into()))?;
         let place = InflightPlace { len: layout.len, offset: layout.offset, ..place };
         Ok((message::inflight_reply(&self.header, &place), vec![file]))
     }
 
-    fn set_inflight(&mut self, place: InflightPlace, file: OwnedFd) -> Result<(), Failure> {
+    fn set_inflight(&mut self, place: InflightPlace, file: OwnedFd) -> Result<(), TurnFailure> {
         let InflightPlace { len, offset, queues, size } = place;
         let layout = RecordLayout { offset, len, queues, entries: size };
-        self.inflight = Some(InflightFile::map(&file, layout).map_err(Failure::Refusal)?);
+        self.inflight = Some(InflightFile::map(&file, layout).map_err(TurnFailure::Refusal)?);
         let key = self.add_fd(file);
         self.record.inflight = Some(KeptInflight { key, layout });
         Ok(())
@@ -272,7 +280,7 @@ impl<'a> Turn<'a> {
 
     /// Provides records of requests in flight for all running queues. If the front end keeps none,
     /// the session creates a file of its own.
-    fn prepare_inflight(&mut self) -> Result<(), Failure> {
+    fn prepare_inflight(&mut self) -> Result<(), TurnFailure> {
         let running: Vec<usize> =
             (0..self.record.queues.len()).filter(|queue| self.record.runs(*queue)).collect();
         if running.is_empty() {
@@ -281,8 +289,8 @@ impl<'a> Turn<'a> {
         if self.record.inflight.is_none() {
             let layout = RecordLayout::new(self.session.queues, RING_SIZE_MAX);
             let file =
-                inflight::create(layout).map_err(|e| Failure::Os("create inflight records", e.into()))?;
-            self.inflight = Some(InflightFile::map(&file, layout).map_err(Failure::Refusal)?);
+                inflight::create(layout).map_err(|e| TurnFailure::Os("create inflight records", e.into()))?;
+            self.inflight = Some(InflightFile::map(&file, layout).map_err(TurnFailure::Refusal)?);
             let key = self.add_fd(file);
             self.record.inflight = Some(KeptInflight { key, layout });
         }
@@ -290,15 +298,15 @@ impl<'a> Turn<'a> {
         let fits = |queue: &usize| inflight.record(*queue, self.record.queues[*queue].size).is_some();
         match running.iter().find(|queue| !fits(queue)) {
             Some(queue) => {
-                Err(Failure::Violation(format!("the inflight records have no room for queue {queue}")))
+                Err(TurnFailure::Violation(format!("the inflight records have no room for queue {queue}")))
             }
             None => Ok(()),
         }
     }
 
     /// Replaces the state of the session.
-    fn finish(self, reply: Option<Reply>) -> Result<Answer, ProtocolError> {
-        let Turn { session, view, record, memory, inflight, added, effects, .. } = self;
+    fn finish(self, reply: Option<MessageReply>) -> Result<SessionAnswer, ProtocolError> {
+        let SessionTurn { session, view, record, memory, inflight, added, effects, .. } = self;
         let kept = |fd: &Arc<OwnedFd>| {
             let clone = fd.as_fd().try_clone_to_owned();
             clone.map_err(|source| ProtocolError::Os { action: "duplicate a file descriptor", source })
@@ -330,19 +338,19 @@ impl<'a> Turn<'a> {
             session.memory = Arc::new(memory);
         }
         let reply = reply.map(|(bytes, fds)| (bytes.into(), fds));
-        Ok(Answer { state: session.record.write().into(), keep, drop, reply, effects })
+        Ok(SessionAnswer { state: session.record.write().into(), keep, drop, reply, effects })
     }
 }
 
-fn accept(accepted: u64, offered: u64) -> Result<(), Failure> {
+fn accept(accepted: u64, offered: u64) -> Result<(), TurnFailure> {
     match accepted & !offered {
         0 => Ok(()),
-        unknown => Err(Failure::Violation(format!("the features {unknown:#x} were not offered"))),
+        unknown => Err(TurnFailure::Violation(format!("the features {unknown:#x} were not offered"))),
     }
 }
 
-fn take(fds: &mut dyn Iterator<Item = OwnedFd>) -> Result<OwnedFd, Failure> {
-    fds.next().ok_or_else(|| Failure::Violation("a file descriptor is missing".into()))
+fn take(fds: &mut dyn Iterator<Item = OwnedFd>) -> Result<OwnedFd, TurnFailure> {
+    fds.next().ok_or_else(|| TurnFailure::Violation("a file descriptor is missing".into()))
 }
 
 /// Returns the number of file descriptors of a request.

@@ -12,7 +12,7 @@ use bytes::Bytes;
 use disk::{Disk, DiskIdentity, Extent, MemDisk, Memory};
 use tokio::sync::{oneshot, watch};
 use vhost::direct::DirectControl;
-use vhost::{Answer, BlkDevice, DeviceOptions, VhostControl, VhostError, VhostMessage, VhostSession};
+use vhost::{BlkDevice, DeviceOptions, SessionAnswer, VhostControl, VhostError, VhostMessage, VhostSession};
 
 /// What outlives the back end: the front end's socket, the state of the session, and the message that
 /// is not answered yet.
@@ -47,7 +47,7 @@ impl VhostControl for HeldControl {
         Ok(Some(message))
     }
 
-    async fn answer(&mut self, mut answer: Answer) -> io::Result<()> {
+    async fn answer(&mut self, mut answer: SessionAnswer) -> io::Result<()> {
         {
             let mut held = self.held.lock().unwrap();
             held.state = Some(answer.state.clone());
