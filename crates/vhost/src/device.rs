@@ -226,8 +226,10 @@ impl BlkDevice {
                 SessionEffect::Memory => {
                     self.broken_seen = u64::MAX;
                     for (number, queue) in self.queues.iter_mut().enumerate() {
-                        if let Some(queue) = queue {
-                            queue.move_to(number, &self.session);
+                        match queue {
+                            Some(queue) => queue.move_to(number, &self.session),
+                            // The rings of a queue may have become guest memory.
+                            None => *queue = DeviceQueue::start(number, &self.session),
                         }
                     }
                 }

@@ -165,9 +165,12 @@ impl SplitRing {
         if self.record.is_in_flight(head)? {
             return Err(RingError::Duplicate(head));
         }
+        // The front end could clear entries of the record.
+        if self.in_flight >= self.place.size {
+            return Err(RingError::Record("it lacks requests in flight".into()));
+        }
         self.record.take(head)?;
         self.in_flight += 1;
-        assert!(self.in_flight <= self.place.size, "each request in flight has its own descriptor");
         Ok(Some(head))
     }
 

@@ -156,7 +156,7 @@ pub struct SessionAnswer {
     pub keep: Vec<(u64, OwnedFd)>,
     /// Keys of file descriptors to drop.
     pub drop: Vec<u64>,
-    /// MessageReply to the front end, with file descriptors.
+    /// Reply to the front end, with file descriptors.
     pub reply: Option<(Bytes, Vec<OwnedFd>)>,
     /// What the device has to do after the other parts were stored.
     pub effects: Vec<SessionEffect>,
@@ -264,7 +264,8 @@ impl VhostSession {
         view: &DeviceView,
     ) -> Result<SessionAnswer, ProtocolError> {
         let (header, request) = FrontEndRequest::read(message)?;
-        SessionTurn::new(self, header, view).handle(request, fds)
+        let restarts = self.stops(message);
+        SessionTurn::new(self, header, view, restarts).handle(request, fds)
     }
 
     /// Number of queues of the device.

@@ -37,14 +37,32 @@ pub(super) struct SessionTurn<'a> {
     added: BTreeMap<u64, Arc<OwnedFd>>,
     effects: Vec<SessionEffect>,
     request: String,
+    /// Queues that start again if they still run.
+    restarts: Vec<usize>,
 }
 
 impl<'a> SessionTurn<'a> {
-    pub(super) fn new(session: &'a mut VhostSession, header: MessageHeader, view: &'a DeviceView) -> Self {
+    pub(super) fn new(
+        session: &'a mut VhostSession,
+        header: MessageHeader,
+        view: &'a DeviceView,
+        restarts: Vec<usize>,
+    ) -> Self {
         let (record, inflight) = (session.record.clone(), session.inflight.clone());
         let (added, effects) = (BTreeMap::new(), Vec::new());
         let request = String::new();
-        SessionTurn { session, header, view, record, memory: None, inflight, added, effects, request }
+        SessionTurn {
+            session,
+            header,
+            view,
+            record,
+            memory: None,
+            inflight,
+            added,
+            effects,
+            request,
+            restarts,
+        }
     }
 
     pub(super) fn handle(
@@ -74,7 +92,7 @@ impl<'a> SessionTurn<'a> {
                 tracing::warn!("{} of a front end is refused: {reason}", self.request);
                 let request = self.header.request;
                 // Queues that were stopped for the message continue.
-                let unchanged = SessionTurn::new(self.session, self.header, self.view);
+                let unchanged = SessionTurn::new(self.session, self.header, self.view, self.restarts);
                 unchanged.keep_bases().finish(Some(ack(request, 1)))
             }
             Err(TurnFailure::Refusal(reason) | TurnFailure::Violation(reason)) => {
@@ -306,7 +324,7 @@ impl<'a> SessionTurn<'a> {
 
     /// Replaces the state of the session.
     fn finish(self, reply: Option<MessageReply>) -> Result<SessionAnswer, ProtocolError> {
-        let SessionTurn { session, view, record, memory, inflight, added, effects, .. } = self;
+        let SessionTurn { session, record, memory, inflight, added, effects, restarts, .. } = self;
         let kept = |fd: &Arc<OwnedFd>| {
             let clone = fd.as_fd().try_clone_to_owned();
             clone.map_err(|source| ProtocolError::Os { action: "duplicate a file descriptor", source })
@@ -326,7 +344,7 @@ impl<'a> SessionTurn<'a> {
             let (before, after) = (session.record.runs(queue), record.runs(queue));
             if before && !after {
                 effects.push(SessionEffect::QueueStopped(queue));
-            } else if after && (!before || view.stopped.contains_key(&queue)) {
+            } else if after && (!before || restarts.contains(&queue)) {
                 effects.push(SessionEffect::QueueStarted(queue));
             }
         }

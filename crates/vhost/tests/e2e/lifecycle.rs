@@ -10,7 +10,7 @@ use vhost::memory::GuestRam;
 
 use super::back_end::{BackEnd, Gated, GatedDisk};
 use super::front_end::*;
-use super::guest::{RAM_START, memory_file};
+use super::guest::{GuestQueue, RAM_START, USER_DISTANCE, memory_file};
 
 const DISK: u64 = 8 << 20;
 
@@ -116,6 +116,25 @@ fn memory_is_added_and_removed_while_queues_run() {
     queue.put(&lost.buffers);
     queue.notify();
     assert!(super::guest::wait_for(&queue.error, Some(rustix::event::Timespec { tv_sec: 30, tv_nsec: 0 })));
+}
+
+#[test]
+fn the_parameters_of_a_queue_may_come_in_any_order() {
+    let (_back_end, stream) = BackEnd::start(Arc::new(MemDisk::new(DISK)));
+    let front_end = FrontEnd::connect(stream, 0, 0);
+    let mut queue = GuestQueue::new(Arc::clone(&front_end.ram), 0, 128, front_end.event_index);
+    front_end.set(18, &[1 << 32], &[]);
+    front_end.set(12, &[0], &[queue.kick.as_fd()]);
+    front_end.set(13, &[0], &[queue.call.as_fd()]);
+    front_end.set(8, &[128 << 32], &[]);
+    let [descriptors, used, available] =
+        [queue.start, queue.used_ring(), queue.available_ring()].map(|at| at + USER_DISTANCE);
+    front_end.set(9, &[0, descriptors, used, available, 0], &[]);
+    front_end.share_memory();
+    let flush = request(&queue, DATA, 4, 0, 0, false);
+    queue.put(&flush.buffers);
+    queue.notify();
+    assert_eq!(queue.wait().1, 1);
 }
 
 /// Kills the back end while requests are in flight, and restarts it.
