@@ -294,7 +294,8 @@ impl BlkDevice {
                 return Poll::Pending;
             }
             // A request may have arrived before the driver knew that it must notify the device.
-            let more = awake.fold(false, |more, queue| queue.listen() || more);
+            let mut more = false;
+            awake.for_each(|queue| more |= queue.listen());
             if !more {
                 return Poll::Pending;
             }

@@ -63,11 +63,14 @@ impl VhostControl for HeldControl {
     }
 }
 
+/// How a back end ended, or `None` if it was killed.
+type Ended = Option<Result<(), VhostError>>;
+
 /// A back end in a thread.
 pub struct BackEnd {
     pub held: Arc<Mutex<Held>>,
     socket: UnixStream,
-    thread: Option<(oneshot::Sender<()>, JoinHandle<Option<Result<(), VhostError>>>)>,
+    thread: Option<(oneshot::Sender<()>, JoinHandle<Ended>)>,
 }
 
 impl BackEnd {
