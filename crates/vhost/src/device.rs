@@ -27,7 +27,7 @@ use futures::StreamExt;
 use futures::stream::FuturesUnordered;
 use tokio::sync::watch;
 
-use crate::blk::{BlkRequest, BlkStatus, Execution};
+use crate::blk::{BlkCompletion, BlkStatus, Execution};
 use crate::channel;
 use crate::session::{DeviceView, ProtocolError, SessionAnswer, SessionEffect, VhostSession};
 use queue::DeviceQueue;
@@ -71,6 +71,13 @@ pub trait VhostControl: Send {
     /// Stores the state and the file descriptors of an answer, and sends its reply. If this process
     /// is killed after the end of the call, the answer takes effect.
     fn answer(&mut self, answer: SessionAnswer) -> impl Future<Output = io::Result<()>> + Send;
+
+    /// Waits until the front end has closed the connection. The device uses it while it completes
+    /// requests for a message and receives no other message. Without an implementation, the device
+    /// learns of the end only afterwards.
+    fn disconnected(&mut self) -> impl Future<Output = ()> + Send {
+        std::future::pending()
+    }
 }
 
 /// Why a device has ended. Its front end must be disconnected.
@@ -167,7 +174,11 @@ impl BlkDevice {
                 size = next_size(&mut sizes) => DeviceEvent::Resized(size),
             };
             match event {
-                DeviceEvent::Message(Some(message)) => self.handle(message, control).await?,
+                DeviceEvent::Message(Some(message)) => {
+                    if !self.handle(message, control).await? {
+                        return Ok(());
+                    }
+                }
                 DeviceEvent::Message(None) => return Ok(()),
                 DeviceEvent::Resized(size) => {
                     self.size = size;
@@ -177,12 +188,18 @@ impl BlkDevice {
         }
     }
 
+    /// Handles a message. Returns false if the front end has disconnected meanwhile.
     async fn handle<C: VhostControl>(
         &mut self,
         message: VhostMessage,
         control: &mut C,
-    ) -> Result<(), VhostError> {
-        let stopped = self.stop(&self.session.stops(&message.bytes)).await?;
+    ) -> Result<bool, VhostError> {
+        let stops = self.session.stops(&message.bytes);
+        let stopped = tokio::select! {
+            biased;
+            stopped = self.stop(&stops) => stopped?,
+            () = control.disconnected() => return Ok(false),
+        };
         let view = DeviceView { size: self.size, stopped };
         let mut answer = self.session.handle(&message.bytes, message.fds, &view)?;
         let effects = std::mem::take(&mut answer.effects);
@@ -190,7 +207,7 @@ impl BlkDevice {
         // From here on, a restarted device has the records of requests in flight. So the queues may
         // take requests.
         self.apply(effects);
-        Ok(())
+        Ok(true)
     }
 
     /// Stops queues after all their requests are complete. Returns for each of them that was running
@@ -273,11 +290,11 @@ impl BlkDevice {
                 let has_requests = self.queues[number].as_mut().is_some_and(|queue| queue.poll_requests(cx));
                 has_worked |= has_requests && self.take_requests(number, cx);
             }
-            while let Poll::Ready(Some((number, request, result))) = self.executing.poll_next_unpin(cx) {
+            while let Poll::Ready(Some((number, completion, result))) = self.executing.poll_next_unpin(cx) {
                 has_worked = true;
                 let queue = self.queues[number].as_mut().expect("a queue stops after its requests");
                 queue.executing -= 1;
-                queue.complete(&request, status_of(&result));
+                queue.complete(&completion, status_of(&result));
             }
             self.queues.iter_mut().flatten().for_each(DeviceQueue::signal_completions);
             if let Some(lost) = self.lost_memory() {
@@ -308,17 +325,18 @@ impl BlkDevice {
     fn take_requests(&mut self, number: usize, cx: &mut Context<'_>) -> bool {
         let queue = self.queues[number].as_mut().expect("a queue with requests runs");
         for count in 0..BATCH_MAX {
-            let Some(mut request) = queue.take(self.size) else { return count > 0 };
-            match request.start(&self.disk) {
-                Execution::Done(result) => queue.complete(&request, status_of(&result)),
-                Execution::Refused(status) => queue.complete(&request, status),
+            let Some(request) = queue.take(self.size) else { return count > 0 };
+            let (completion, execution) = request.start(&self.disk);
+            match execution {
+                Execution::Done(result) => queue.complete(&completion, status_of(&result)),
+                Execution::Refused(status) => queue.complete(&completion, status),
                 Execution::Waiting(mut future) => match future.as_mut().poll(cx) {
-                    Poll::Ready(result) => queue.complete(&request, status_of(&result)),
+                    Poll::Ready(result) => queue.complete(&completion, status_of(&result)),
                     Poll::Pending => {
                         queue.executing += 1;
                         self.executing.push(ExecutingRequest {
                             queue: number,
-                            request: Some(request),
+                            completion: Some(completion),
                             future: ExecutingFuture(future),
                         });
                     }
@@ -346,7 +364,7 @@ impl BlkDevice {
 #[derive(Debug)]
 struct ExecutingRequest {
     queue: usize,
-    request: Option<BlkRequest>,
+    completion: Option<BlkCompletion>,
     future: ExecutingFuture,
 }
 
@@ -359,14 +377,14 @@ impl std::fmt::Debug for ExecutingFuture {
 }
 
 impl Future for ExecutingRequest {
-    /// Queue, request and result.
-    type Output = (usize, BlkRequest, disk::Result<()>);
+    /// Number of the queue, how to complete the request, and its result.
+    type Output = (usize, BlkCompletion, disk::Result<()>);
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let this = &mut *self;
         this.future.0.as_mut().poll(cx).map(|result| {
-            let request = this.request.take().expect("a completed request is not polled again");
-            (this.queue, request, result)
+            let completion = this.completion.take().expect("a completed request is not polled again");
+            (this.queue, completion, result)
         })
     }
 }

@@ -92,6 +92,14 @@ impl VhostControl for DirectControl {
         }
         Ok(())
     }
+
+    async fn disconnected(&mut self) {
+        let ready = self.stream.ready(Interest::READABLE).await;
+        if ready.is_ok_and(|ready| !ready.is_read_closed()) {
+            // The front end has sent a further message instead.
+            std::future::pending::<()>().await;
+        }
+    }
 }
 
 /// Receives up to `len` bytes, and the file descriptors that come with them.

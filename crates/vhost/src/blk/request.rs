@@ -41,8 +41,14 @@ pub(crate) enum BlkStatus {
 /// A valid request, or one that is refused by its status.
 #[derive(Debug)]
 pub(crate) struct BlkRequest {
-    head: u16,
     action: BlkAction,
+    completion: BlkCompletion,
+}
+
+/// How to complete a request.
+#[derive(Debug)]
+pub(crate) struct BlkCompletion {
+    head: u16,
     status: Segments,
     /// Number of bytes before the status that the device writes if the request succeeds.
     data_len: u32,
@@ -92,17 +98,34 @@ impl BlkRequest {
             BlkAction::Serial { .. } => SERIAL_LEN as u32,
             _ => 0,
         };
-        Ok(BlkRequest { head, action, status, data_len })
+        Ok(BlkRequest { action, completion: BlkCompletion { head, status, data_len } })
     }
 
+    /// Starts the request on the disk.
+    pub(crate) fn start(self, disk: &Arc<dyn Disk>) -> (BlkCompletion, Execution) {
+        (self.completion, self.action.start(disk))
+    }
+}
+
+impl BlkCompletion {
     /// First descriptor of the request.
     pub(crate) fn head(&self) -> u16 {
         self.head
     }
 
-    /// Starts the request on the disk, once.
-    pub(crate) fn start(&mut self, disk: &Arc<dyn Disk>) -> Execution {
-        match std::mem::replace(&mut self.action, BlkAction::Flush) {
+    /// Writes the status. Returns the number of bytes that the device has written.
+    ///
+    /// # Errors
+    /// [`DiskError::Memory`] if the guest's memory is lost.
+    pub(crate) fn finish(&self, status: BlkStatus) -> Result<u32, DiskError> {
+        self.status.copy_in(0, &[status as u8])?;
+        Ok(1 + if status == BlkStatus::Ok { self.data_len } else { 0 })
+    }
+}
+
+impl BlkAction {
+    fn start(self, disk: &Arc<dyn Disk>) -> Execution {
+        match self {
             BlkAction::Read { offset, into } => Execution::Waiting(disk.read_into(offset, Arc::new(into))),
             BlkAction::Write { offset, from } => Execution::Waiting(disk.write_from(offset, Arc::new(from))),
             BlkAction::Flush => Execution::Done(Ok(())),
@@ -124,17 +147,6 @@ impl BlkRequest {
         }
     }
 
-    /// Writes the status. Returns the number of bytes that the device has written.
-    ///
-    /// # Errors
-    /// [`DiskError::Memory`] if the guest's memory is lost.
-    pub(crate) fn finish(&self, status: BlkStatus) -> Result<u32, DiskError> {
-        self.status.copy_in(0, &[status as u8])?;
-        Ok(1 + if status == BlkStatus::Ok { self.data_len } else { 0 })
-    }
-}
-
-impl BlkAction {
     fn read(
         kind: u32,
         sector: u64,

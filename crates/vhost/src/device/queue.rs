@@ -9,7 +9,7 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
-use crate::blk::{BlkRequest, BlkStatus};
+use crate::blk::{BlkCompletion, BlkRequest, BlkStatus};
 use crate::ring::{RingError, SplitRing};
 use crate::session::{QueueEvents, VhostSession};
 
@@ -142,10 +142,10 @@ impl DeviceQueue {
     }
 
     /// Completes a request that was taken.
-    pub(super) fn complete(&mut self, request: &BlkRequest, status: BlkStatus) {
+    pub(super) fn complete(&mut self, completion: &BlkCompletion, status: BlkStatus) {
         // The memory of the status was validated. If it is lost, the device ends after this batch.
-        let written = request.finish(status).unwrap_or(0);
-        let completed = self.ring.complete(request.head(), written);
+        let written = completion.finish(status).unwrap_or(0);
+        let completed = self.ring.complete(completion.head(), written);
         self.check(completed);
         self.has_completions = true;
     }

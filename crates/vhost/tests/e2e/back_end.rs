@@ -61,6 +61,10 @@ impl VhostControl for HeldControl {
         }
         self.direct.answer(answer).await
     }
+
+    async fn disconnected(&mut self) {
+        self.direct.disconnected().await;
+    }
 }
 
 /// How a back end ended, or `None` if it was killed.

@@ -64,6 +64,23 @@ fn a_stop_waits_for_requests_in_flight_and_a_start_goes_on() {
 }
 
 #[test]
+fn a_front_end_that_leaves_during_a_stop_ends_the_device() {
+    let disk = GatedDisk::new(DISK);
+    let (back_end, stream) = BackEnd::start(Arc::new(Gated(Arc::clone(&disk))));
+    let front_end = FrontEnd::connect(stream, 0, 0);
+    front_end.share_memory();
+    let mut queue = front_end.start_queue(0, 128);
+    disk.set_open(false);
+    let write = request(&queue, DATA, 1, 0, 512, false);
+    queue.put(&write.buffers);
+    queue.notify();
+    disk.wait_for_started(1);
+    front_end.send(11, &[0], &[]);
+    drop(front_end);
+    back_end.end().unwrap();
+}
+
+#[test]
 fn a_disabled_queue_rests_until_it_is_enabled() {
     let (_back_end, stream) = BackEnd::start(Arc::new(MemDisk::new(DISK)));
     let front_end = FrontEnd::connect(stream, 0, 0);
