@@ -95,7 +95,7 @@ pub enum VhostError {
     Memory(DiskError),
 }
 
-/// A block device with one front end. See the [module](self).
+/// A block device with one front end: the task that serves its queues and messages.
 #[derive(Debug)]
 pub struct BlkDevice {
     disk: Arc<dyn Disk>,

@@ -180,7 +180,7 @@ pub(crate) struct QueueEvents {
     pub error: Option<Arc<OwnedFd>>,
 }
 
-/// The protocol with one front end. See the [module](self).
+/// The protocol with one front end, as a state machine without sockets.
 pub struct VhostSession {
     queues: u16,
     record: SessionRecord,
