@@ -334,6 +334,9 @@ async fn call(channel: Channel, request: AdminRequest, repeated: bool) -> Result
             SessionsClient::new(channel).kill_session(request).await?;
             AdminReply::Done
         }
+        AdminRequest::Disk(_) | AdminRequest::ServeGateway { .. } => {
+            return Err(FailedCall::Answer(BadAnswer("not served yet".into())));
+        }
         AdminRequest::Audit { limit } => {
             let answer = node.get_audit(proto::GetAuditRequest { limit }).await?.into_inner();
             AdminReply::Audit(answer.entries)

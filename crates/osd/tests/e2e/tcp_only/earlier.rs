@@ -22,12 +22,12 @@ pub(crate) async fn node_of_earlier_version(targets: usize, groups: u32, redunda
     for store in &node.stores {
         let map = read_map(&**store).await;
         // A seal of 32 bytes follows the format. The map ends with the layout of ids and the tenant of the
-        // last pool, and the accounts: one tenant, no users, and the next number.
+        // last pool, the accounts (one tenant, no users, and the next number), and no ended sessions.
         let (format, rest) = map.split_first().unwrap();
         let accounts = b"\x01\x00\x04main\x00\x00\x01";
-        let rest = rest[32..].strip_suffix(accounts).unwrap();
+        let rest = rest[32..].strip_suffix(&[0; 4]).and_then(|rest| rest.strip_suffix(accounts)).unwrap();
         let (pool, rest) = rest.split_last_chunk::<2>().map(|(rest, pool)| (pool, rest)).unwrap();
-        assert_eq!((*format, *pool), (5, [1, 0]), "the form of the map has changed");
+        assert_eq!((*format, *pool), (6, [1, 0]), "the form of the map has changed");
         write_map(&**store, Bytes::from([&[FORMAT_HASHED_IDS], rest].concat())).await;
     }
     node.restart();

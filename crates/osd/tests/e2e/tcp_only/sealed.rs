@@ -126,7 +126,7 @@ async fn a_map_of_an_earlier_version_is_accepted_only_before_the_first_sealed_on
     witness.forget();
     node.restart();
     node.osd.take().unwrap().stop();
-    assert_eq!(read_map(&*node.stores[0]).await[0], 5, "the start has sealed the map");
+    assert_eq!(read_map(&*node.stores[0]).await[0], 6, "the start has sealed the map");
 }
 
 /// Returns the epoch of an encoded map: the number after the format and the seal.
