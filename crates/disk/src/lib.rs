@@ -106,12 +106,12 @@ pub trait Disk: Send + Sync + fmt::Debug {
 
     /// Returns which parts of a range have data, as consecutive extents in the order of their offsets.
     /// The first begins at `offset`. The extents cover the range, or at least the first chunk of it.
-    fn extents(&self, offset: u64, len: u64) -> BoxFuture<'static, Result<Vec<Extent>>>;
+    fn extents(&self, offset: u64, len: u64) -> BoxFuture<'static, Result<Vec<DiskExtent>>>;
 }
 
 /// A range of a disk, which either has data or reads as zeros without taking space.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Extent {
+pub struct DiskExtent {
     /// Length, in bytes.
     pub len: u64,
     /// Whether the range has data.

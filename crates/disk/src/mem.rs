@@ -8,7 +8,7 @@ use base::BoxFuture;
 use bytes::Bytes;
 use tokio::sync::watch;
 
-use crate::{BLOCK, Disk, DiskIdentity, Extent, Memory, Result, check_range};
+use crate::{BLOCK, Disk, DiskExtent, DiskIdentity, Memory, Result, check_range};
 
 /// A disk whose content is in memory. It completes each request at once.
 #[derive(Debug)]
@@ -69,15 +69,15 @@ impl MemDisk {
         Ok(())
     }
 
-    fn data_extents(&self, offset: u64, len: u64) -> Result<Vec<Extent>> {
+    fn data_extents(&self, offset: u64, len: u64) -> Result<Vec<DiskExtent>> {
         self.check(offset, len)?;
         let blocks = self.blocks();
-        let mut extents: Vec<Extent> = Vec::new();
+        let mut extents: Vec<DiskExtent> = Vec::new();
         for number in offset / BLOCK..(offset + len) / BLOCK {
             let has_data = blocks.contains_key(&number);
             match extents.last_mut() {
                 Some(last) if last.has_data == has_data => last.len += BLOCK,
-                _ => extents.push(Extent { len: BLOCK, has_data }),
+                _ => extents.push(DiskExtent { len: BLOCK, has_data }),
             }
         }
         Ok(extents)
@@ -127,7 +127,7 @@ impl Disk for MemDisk {
         Box::pin(ready(zeroed))
     }
 
-    fn extents(&self, offset: u64, len: u64) -> BoxFuture<'static, Result<Vec<Extent>>> {
+    fn extents(&self, offset: u64, len: u64) -> BoxFuture<'static, Result<Vec<DiskExtent>>> {
         Box::pin(ready(self.data_extents(offset, len)))
     }
 }
@@ -149,7 +149,7 @@ mod tests {
         assert_eq!(content, expected);
         let extents = disk.extents(0, 8192).await.unwrap();
         let expected = [(1024, false), (512, true), (512, false), (3072, true), (3072, false)];
-        assert_eq!(extents, expected.map(|(len, has_data)| Extent { len, has_data }));
+        assert_eq!(extents, expected.map(|(len, has_data)| DiskExtent { len, has_data }));
     }
 
     #[tokio::test]

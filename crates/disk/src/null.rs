@@ -7,7 +7,7 @@ use base::BoxFuture;
 use bytes::Bytes;
 use tokio::sync::watch;
 
-use crate::{Disk, DiskIdentity, Extent, Memory, Result, check_range};
+use crate::{Disk, DiskExtent, DiskIdentity, Memory, Result, check_range};
 
 /// A disk that stores nothing and completes each request at once. Reads do not write to the memory of
 /// the caller. It measures the cost of a front end alone.
@@ -65,8 +65,8 @@ impl Disk for NullDisk {
         Box::pin(ready(self.check(offset, len)))
     }
 
-    fn extents(&self, offset: u64, len: u64) -> BoxFuture<'static, Result<Vec<Extent>>> {
+    fn extents(&self, offset: u64, len: u64) -> BoxFuture<'static, Result<Vec<DiskExtent>>> {
         let checked = self.check(offset, len);
-        Box::pin(ready(checked.map(|()| vec![Extent { len, has_data: false }])))
+        Box::pin(ready(checked.map(|()| vec![DiskExtent { len, has_data: false }])))
     }
 }

@@ -8,7 +8,7 @@ use wire::FrontEnd;
 
 /// A disk that the gateway has attached.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Attachment {
+pub struct DiskAttachment {
     /// Name of the pool.
     pub pool: String,
     /// Name of the disk.
@@ -19,7 +19,7 @@ pub struct Attachment {
     pub is_read_only: bool,
 }
 
-impl Attachment {
+impl DiskAttachment {
     /// Returns the name of the disk with its pool: `POOL/DISK`.
     #[must_use]
     pub fn place(&self) -> String {
@@ -42,7 +42,7 @@ impl AttachmentFile {
     ///
     /// # Errors
     /// If the file cannot be read, or does not contain a list.
-    pub fn load(&self) -> io::Result<Vec<Attachment>> {
+    pub fn load(&self) -> io::Result<Vec<DiskAttachment>> {
         let named = |e: String| io::Error::other(format!("{}: {e}", self.0.display()));
         match std::fs::read(&self.0) {
             Ok(text) => serde_json::from_slice(&text).map_err(|e| named(e.to_string())),
@@ -55,7 +55,7 @@ impl AttachmentFile {
     ///
     /// # Errors
     /// If the file cannot be written.
-    pub fn save(&self, list: &[Attachment]) -> io::Result<()> {
+    pub fn save(&self, list: &[DiskAttachment]) -> io::Result<()> {
         let text = serde_json::to_vec_pretty(list).map_err(io::Error::other)?;
         let new = self.0.with_extension("new");
         std::fs::write(&new, text)?;
@@ -77,7 +77,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let file = AttachmentFile::at(&dir.path().join("attachments.json"));
         assert!(file.load().unwrap().is_empty());
-        let list = vec![Attachment {
+        let list = vec![DiskAttachment {
             pool: "p".into(),
             disk: "vm".into(),
             front_end: FrontEnd::Nbd("127.0.0.1:1".into()),

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use disk::Disk;
 use wire::FrontEnd;
 
-use crate::attachments::Attachment;
+use crate::attachments::DiskAttachment;
 use crate::nbd_server::NbdServer;
 use crate::vhost_devices::{VhostDevice, VhostDevices};
 
@@ -20,7 +20,7 @@ pub(crate) enum ServedFrontEnd {
 impl ServedFrontEnd {
     /// Begins to serve the front end of an attachment.
     pub(crate) async fn start(
-        attachment: &Attachment,
+        attachment: &DiskAttachment,
         disk: Arc<dyn Disk>,
         devices: Option<&VhostDevices>,
     ) -> io::Result<ServedFrontEnd> {

@@ -13,7 +13,7 @@ use tokio::sync::Notify;
 use vdisk::{AttachOptions, AttachedDisk, Disks, OpenSession};
 use wire::{DiskReply, FrontEnd};
 
-use crate::attachments::{Attachment, AttachmentFile};
+use crate::attachments::{AttachmentFile, DiskAttachment};
 use crate::front_end::ServedFrontEnd;
 use crate::vhost_devices::VhostDevices;
 
@@ -71,15 +71,15 @@ pub struct Gateway(Arc<Shared>);
 struct Shared {
     config: GatewayConfig,
     devices: Option<VhostDevices>,
-    attached: Mutex<BTreeMap<String, Served>>,
+    attached: Mutex<BTreeMap<String, ServedDisk>>,
     /// Held while a disk is attached or detached.
     changing: tokio::sync::Mutex<()>,
     upkeep: Notify,
 }
 
 /// A disk with its front end.
-struct Served {
-    attachment: Attachment,
+struct ServedDisk {
+    attachment: DiskAttachment,
     disk: AttachedDisk,
     front_end: ServedFrontEnd,
 }
@@ -115,7 +115,7 @@ impl Gateway {
         Ok(gateway)
     }
 
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<String, Served>> {
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<String, ServedDisk>> {
         self.0.attached.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -132,7 +132,7 @@ impl Gateway {
     /// Attaches a disk and serves its front end. Returns the address of the front end.
     pub(crate) async fn attach(
         &self,
-        attachment: Attachment,
+        attachment: DiskAttachment,
         takes_over: bool,
     ) -> Result<DiskReply, GatewayError> {
         let _one_at_a_time = self.0.changing.lock().await;
@@ -148,7 +148,7 @@ impl Gateway {
         Ok(DiskReply::Attached(address?))
     }
 
-    async fn serve(&self, attachment: &Attachment, takes_over: bool) -> Result<FrontEnd, GatewayError> {
+    async fn serve(&self, attachment: &DiskAttachment, takes_over: bool) -> Result<FrontEnd, GatewayError> {
         let GatewayConfig { name, open_session, clock, .. } = &self.0.config;
         let options = AttachOptions {
             gateway: name.clone(),
@@ -167,13 +167,13 @@ impl Gateway {
             }
         };
         let address = front_end.address(&attachment.front_end);
-        let served = Served { attachment: attachment.clone(), disk, front_end };
+        let served = ServedDisk { attachment: attachment.clone(), disk, front_end };
         self.lock().insert(attachment.place(), served);
         Ok(address)
     }
 
     /// Attaches a disk of the list again, after the gateway has started.
-    async fn attach_again(&self, attachment: Attachment) {
+    async fn attach_again(&self, attachment: DiskAttachment) {
         let mut pause = PAUSE;
         loop {
             let _one_at_a_time = self.0.changing.lock().await;
@@ -203,21 +203,21 @@ impl Gateway {
             return Err(GatewayError::NotHere(place.to_owned()));
         };
         self.save_without(place)?;
-        let Served { disk, front_end, .. } = served;
+        let ServedDisk { disk, front_end, .. } = served;
         front_end.stop().await;
         Ok(disk.detach().await?)
     }
 
     /// Saves the list of attachments, with one more.
-    fn save_with(&self, one: Option<&Attachment>) -> std::io::Result<()> {
-        let mut list: Vec<Attachment> =
+    fn save_with(&self, one: Option<&DiskAttachment>) -> std::io::Result<()> {
+        let mut list: Vec<DiskAttachment> =
             self.lock().values().map(|served| served.attachment.clone()).collect();
         list.extend(one.cloned());
         self.0.config.attachments.save(&list)
     }
 
     fn save_without(&self, place: &str) -> std::io::Result<()> {
-        let list: Vec<Attachment> =
+        let list: Vec<DiskAttachment> =
             self.0.config.attachments.load()?.into_iter().filter(|one| one.place() != place).collect();
         self.0.config.attachments.save(&list)
     }

@@ -21,5 +21,5 @@ mod nbd_server;
 mod orders;
 mod vhost_devices;
 
-pub use attachments::{Attachment, AttachmentFile};
+pub use attachments::{AttachmentFile, DiskAttachment};
 pub use gateway::{Gateway, GatewayConfig, GatewayError};

@@ -29,7 +29,7 @@ pub(crate) struct NbdServer {
     accepting: JoinHandle<()>,
 }
 
-enum Listener {
+enum NbdListener {
     Tcp(TcpListener),
     Unix(UnixListener),
 }
@@ -45,11 +45,11 @@ impl NbdServer {
         let is_path = address.starts_with('/');
         let (listener, address) = if is_path {
             remove_stale(Path::new(address))?;
-            (Listener::Unix(UnixListener::bind(address)?), address.to_owned())
+            (NbdListener::Unix(UnixListener::bind(address)?), address.to_owned())
         } else {
             let listener = TcpListener::bind(address).await?;
             let address = listener.local_addr()?.to_string();
-            (Listener::Tcp(listener), address)
+            (NbdListener::Tcp(listener), address)
         };
         let export = Export { disk, is_read_only, description: format!("disk {name}") };
         let exports = BTreeMap::from([(String::new(), export.clone()), (name.to_owned(), export)]);
@@ -90,7 +90,7 @@ fn remove_stale(path: &Path) -> io::Result<()> {
 }
 
 /// Accepts and serves connections until the task is aborted.
-async fn accept(listener: Listener, exports: Arc<BTreeMap<String, Export>>) {
+async fn accept(listener: NbdListener, exports: Arc<BTreeMap<String, Export>>) {
     let mut connections: FuturesUnordered<BoxFuture<'_, ()>> = FuturesUnordered::new();
     loop {
         let accepted = tokio::select! {
@@ -114,16 +114,16 @@ enum Accepted {
     Unix(UnixStream),
 }
 
-impl Listener {
+impl NbdListener {
     async fn accept(&self) -> io::Result<Accepted> {
         match self {
-            Listener::Tcp(listener) => {
+            NbdListener::Tcp(listener) => {
                 let (stream, _) = listener.accept().await?;
                 // Without this option, small messages wait for acknowledgements.
                 stream.set_nodelay(true)?;
                 Ok(Accepted::Tcp(stream))
             }
-            Listener::Unix(listener) => Ok(Accepted::Unix(listener.accept().await?.0)),
+            NbdListener::Unix(listener) => Ok(Accepted::Unix(listener.accept().await?.0)),
         }
     }
 }

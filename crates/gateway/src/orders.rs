@@ -3,7 +3,7 @@
 use vdisk::{CHUNK_DEFAULT, CreateOptions, DiskHeader, SnapshotName};
 use wire::{DiskCommand, DiskInfo, DiskReply, DiskRequest, DiskSpace, Error, SnapshotInfo};
 
-use crate::attachments::Attachment;
+use crate::attachments::DiskAttachment;
 use crate::gateway::{Gateway, GatewayError};
 
 impl Gateway {
@@ -58,7 +58,7 @@ impl Gateway {
                 return Ok(DiskReply::Usage(DiskSpace { size: usage.size, allocated: usage.allocated }));
             }
             DiskCommand::Attach { disk, front_end, gateway: _, takes_over, is_read_only } => {
-                let attachment = Attachment { pool, disk, front_end, is_read_only };
+                let attachment = DiskAttachment { pool, disk, front_end, is_read_only };
                 return self.attach(attachment, takes_over).await;
             }
             DiskCommand::Detach { disk } => self.detach(&place(&disk)).await?,
@@ -80,7 +80,7 @@ fn wire_error(e: GatewayError) -> Error {
 
 /// Returns what operators see of a disk.
 fn info(header: &DiskHeader) -> DiskInfo {
-    let snapshot = |one: &vdisk::Snapshot| SnapshotInfo {
+    let snapshot = |one: &vdisk::DiskSnapshot| SnapshotInfo {
         name: one.name.clone(),
         size: one.size,
         created_ms: one.created_ms,

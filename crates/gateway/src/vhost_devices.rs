@@ -32,7 +32,7 @@ enum DeviceNews {
 }
 
 #[derive(Default)]
-struct Devices {
+struct DeviceTable {
     /// Channels to the tasks of the devices, by the devices' names.
     tasks: BTreeMap<String, mpsc::UnboundedSender<DeviceNews>>,
     /// Devices with connections that the holder has and that no task serves yet.
@@ -44,7 +44,7 @@ struct Devices {
 /// The connection to the holder, and the devices.
 #[derive(Clone)]
 pub(crate) struct VhostDevices {
-    devices: Arc<Mutex<Devices>>,
+    devices: Arc<Mutex<DeviceTable>>,
     /// The connection to the holder; `None` while there is none.
     client: watch::Receiver<Option<HolderClient>>,
 }
@@ -67,13 +67,13 @@ impl VhostDevices {
     /// Connects to the holder at `path`, and again whenever the connection is lost.
     pub(crate) fn connect(path: PathBuf) -> VhostDevices {
         let (sender, client) = watch::channel(None);
-        let devices = Arc::new(Mutex::new(Devices::default()));
+        let devices = Arc::new(Mutex::new(DeviceTable::default()));
         let task = receive(path, Arc::clone(&devices), sender);
         base::task::spawn(ThreadClass::Client, task);
         VhostDevices { devices, client }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Devices> {
+    fn lock(&self) -> MutexGuard<'_, DeviceTable> {
         self.devices.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -137,7 +137,11 @@ impl Drop for VhostDevice {
 }
 
 /// Receives the events of the holder, and passes them to the tasks of the devices.
-async fn receive(path: PathBuf, devices: Arc<Mutex<Devices>>, sender: watch::Sender<Option<HolderClient>>) {
+async fn receive(
+    path: PathBuf,
+    devices: Arc<Mutex<DeviceTable>>,
+    sender: watch::Sender<Option<HolderClient>>,
+) {
     let lock = || devices.lock().unwrap_or_else(PoisonError::into_inner);
     while !sender.is_closed() {
         let (client, mut events) = match HolderClient::connect(&path).await {

@@ -5,7 +5,7 @@ use std::task::{Context, Poll, ready};
 
 use base::BoxFuture;
 use bytes::Bytes;
-use disk::{BLOCK, Disk, DiskError, Extent, check_range};
+use disk::{BLOCK, Disk, DiskError, DiskExtent, check_range};
 
 use crate::failure::{Errno, Failure};
 use crate::request::{Command, RequestHeader};
@@ -15,7 +15,7 @@ use crate::reservation::Reservation;
 /// for the rest. The limit bounds the memory that the disk needs for its answer.
 const STATUS_RANGE_MAX: u64 = 128 << 20;
 /// Memory for the answer to a request for the status, if each block is an extent, in bytes.
-const STATUS_BYTES_MAX: u32 = (STATUS_RANGE_MAX / BLOCK) as u32 * size_of::<Extent>() as u32;
+const STATUS_BYTES_MAX: u32 = (STATUS_RANGE_MAX / BLOCK) as u32 * size_of::<DiskExtent>() as u32;
 
 /// A request in flight. The future completes when the disk has executed the request.
 pub(crate) struct Execution {
@@ -30,7 +30,7 @@ enum Call {
     Finished(Option<Outcome>),
     Read(BoxFuture<'static, disk::Result<Vec<Bytes>>>),
     Change(Command, BoxFuture<'static, disk::Result<()>>),
-    Extents(BoxFuture<'static, disk::Result<Vec<Extent>>>),
+    Extents(BoxFuture<'static, disk::Result<Vec<DiskExtent>>>),
 }
 
 /// The outcome of a request.
@@ -41,7 +41,7 @@ pub(crate) enum Outcome {
     /// The content of the range.
     Data(Vec<Bytes>),
     /// The parts of the range, or of its beginning.
-    Extents(Vec<Extent>),
+    Extents(Vec<DiskExtent>),
     /// The request has failed.
     Failed(Failure),
 }
@@ -145,16 +145,16 @@ fn data_of(header: &RequestHeader, data: Vec<Bytes>) -> Outcome {
 }
 
 /// Merges adjacent extents of one kind, and cuts them at the end of the range.
-fn extents_of(header: &RequestHeader, extents: Vec<Extent>) -> Outcome {
+fn extents_of(header: &RequestHeader, extents: Vec<DiskExtent>) -> Outcome {
     let mut left = u64::from(header.len);
-    let mut merged: Vec<Extent> = Vec::new();
-    for Extent { len, has_data } in extents {
+    let mut merged: Vec<DiskExtent> = Vec::new();
+    for DiskExtent { len, has_data } in extents {
         let len = len.min(left);
         left -= len;
         match merged.last_mut() {
             _ if len == 0 => (),
             Some(last) if last.has_data == has_data => last.len += len,
-            _ => merged.push(Extent { len, has_data }),
+            _ => merged.push(DiskExtent { len, has_data }),
         }
     }
     if merged.is_empty() {
@@ -176,8 +176,8 @@ mod tests {
         RequestHeader::decode(&bytes).unwrap()
     }
 
-    fn extent(len: u64, has_data: bool) -> Extent {
-        Extent { len, has_data }
+    fn extent(len: u64, has_data: bool) -> DiskExtent {
+        DiskExtent { len, has_data }
     }
 
     #[test]

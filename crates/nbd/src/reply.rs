@@ -4,7 +4,7 @@
 //! protocol.
 
 use bytes::{BufMut, Bytes, BytesMut};
-use disk::Extent;
+use disk::DiskExtent;
 
 use crate::execution::{Executed, Outcome};
 use crate::failure::Failure;
@@ -77,7 +77,7 @@ fn error(heads: &mut BytesMut, failure: &Failure, cookie: u64) {
     heads.put_slice(&failure.text.as_bytes()[..end]);
 }
 
-fn block_status(heads: &mut BytesMut, extents: &[Extent], header: &RequestHeader) {
+fn block_status(heads: &mut BytesMut, extents: &[DiskExtent], header: &RequestHeader) {
     let extents = &extents[..extents.len().min(if header.wants_one() { 1 } else { EXTENTS_MAX })];
     structured(heads, BLOCK_STATUS, header.cookie, 4 + 8 * extents.len());
     heads.put_u32(ALLOCATION_ID);

@@ -59,6 +59,9 @@ pub struct Config {
     /// The control plane.
     #[config(nested)]
     pub control: ControlSection,
+    /// The gateway, which serves virtual disks.
+    #[config(nested)]
+    pub gateway: GatewaySection,
     /// Logs.
     #[config(nested)]
     pub log: LogSection,
@@ -446,6 +449,22 @@ impl ControlSection {
     pub fn address(&self) -> Option<&str> {
         Some(self.listen.as_str()).filter(|listen| *listen != "auto")
     }
+}
+
+/// Configuration keys of section `gateway`.
+#[derive(Debug, Clone, PartialEq, Eq, confique::Config)]
+pub struct GatewaySection {
+    /// Whether `outboard up` also runs a gateway and a holder, which serve virtual disks to virtual
+    /// machines and NBD clients of this machine.
+    #[config(default = false)]
+    pub enabled: bool,
+    /// Name of the gateway. It must stay the same, because a gateway that starts again takes its own disks
+    /// over.
+    #[config(default = "gateway")]
+    pub name: String,
+    /// Credential file of the gateway's user.
+    #[config(default = "credentials.toml")]
+    pub credentials: String,
 }
 
 /// Configuration keys of section `log`.

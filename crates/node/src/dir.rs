@@ -35,6 +35,8 @@ use super::durable::{create_directory, sync_parent};
 /// the relative path suffices. It fits into the 107 bytes of a UNIX socket's address, however long
 /// the path of the directory is.
 pub const STORE_SOCKET: &str = "run/store.sock";
+/// Control socket of the holder, relative to the node's directory.
+pub const HOLDER_SOCKET: &str = "run/holder.sock";
 
 /// Path of the debug socket of the store, relative to the node's directory.
 pub const DEBUG_SOCKET: &str = "run/store.debug";

@@ -200,7 +200,7 @@ impl Keeper {
     /// read at each start, because `target replace` may have changed it.
     fn known_targets(&self) -> Vec<KnownTarget> {
         match (self.spec.role, Roster::load(&self.spec.dir)) {
-            (Role::Supervisor | Role::Osd, _) => Vec::new(),
+            (Role::Supervisor | Role::Osd | Role::Holder | Role::Gateway, _) => Vec::new(),
             (Role::Store | Role::Node, Ok(Some(roster))) => roster.targets().to_vec(),
             (Role::Store | Role::Node, Ok(None) | Err(_)) => self.spec.known_targets.clone(),
         }

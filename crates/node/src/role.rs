@@ -126,6 +126,8 @@ fn set_up(role: Role, args: &RoleArgs) -> Result<RoleProcess> {
         Role::Store => c"store-main",
         Role::Osd | Role::Node => c"osd-main",
         Role::Supervisor => c"admin-up",
+        Role::Holder => c"holder-main",
+        Role::Gateway => c"gateway-main",
     };
     rustix::thread::set_name(name).doing("naming the main thread")?;
     let listen = args.metrics.as_deref().unwrap_or(&config.metrics.listen);

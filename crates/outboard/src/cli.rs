@@ -61,6 +61,8 @@ pub enum Command {
     Ec(commands::ec::EcCommand),
     Store(commands::store::StoreArgs),
     Osd(commands::osd::OsdArgs),
+    Gateway(commands::gateway::GatewayArgs),
+    Holder(commands::gateway::HolderArgs),
     Fsck(commands::fsck::FsckArgs),
     Doctor(commands::doctor::DoctorArgs),
 }
@@ -94,6 +96,8 @@ pub fn run(cli: Cli) -> Result<()> {
         Command::Ec(command) => commands::ec::run(command, node),
         Command::Store(args) => commands::store::run(args, node),
         Command::Osd(args) => commands::osd::run(args, node),
+        Command::Gateway(args) => commands::gateway::run(args, node),
+        Command::Holder(args) => commands::gateway::run_holder(args, node),
         Command::Fsck(args) => commands::fsck::run(args, node),
         Command::Doctor(args) => commands::doctor::run(args, node),
     }

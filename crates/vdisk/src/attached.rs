@@ -9,7 +9,7 @@ use base::clock::WallClock;
 use bytes::Bytes;
 use client::Client;
 use client::engine::{ChangeRequest, OwnerName, ReadReply, ReadRequest, Sink, SinkMemory, Source};
-use disk::{Disk, DiskError, DiskIdentity, Extent, Memory, check_range};
+use disk::{Disk, DiskError, DiskExtent, DiskIdentity, Memory, check_range};
 use futures::future::try_join_all;
 use tokio::sync::watch;
 use tokio::time::sleep;
@@ -19,7 +19,7 @@ use crate::chunks::{ChunkState, ChunkStates};
 use crate::disks::{Disks, check_size, set_size};
 use crate::error::disk_error;
 use crate::gate::Gate;
-use crate::header::{DiskHeader, Owner};
+use crate::header::{DiskHeader, DiskOwner};
 use crate::layers::LayerStack;
 use crate::{Error, Result};
 
@@ -54,10 +54,10 @@ impl fmt::Debug for AttachOptions {
 
 /// An attached disk. Clones are the same attachment.
 #[derive(Debug, Clone)]
-pub struct AttachedDisk(Arc<Attachment>);
+pub struct AttachedDisk(Arc<AttachedState>);
 
 #[derive(Debug)]
-struct Attachment {
+struct AttachedState {
     pool: String,
     name: String,
     options: AttachOptions,
@@ -86,7 +86,7 @@ struct View {
 
 /// A part of a request within one chunk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Piece {
+struct ChunkPiece {
     index: u64,
     /// Offset within the chunk, in bytes.
     within: u64,
@@ -112,7 +112,7 @@ impl AttachedDisk {
             stack: LayerStack::of_disk(&header),
             states: ChunkStates::new(header.chunks()),
         };
-        Ok(AttachedDisk(Arc::new(Attachment {
+        Ok(AttachedDisk(Arc::new(AttachedState {
             pool: pool.to_owned(),
             name: name.to_owned(),
             options,
@@ -287,7 +287,7 @@ async fn own(
         header.epoch += 1;
         let since_ms = options.clock.now_ms();
         header.owner =
-            Some(Owner { name: own.as_bytes().clone(), gateway: options.gateway.clone(), since_ms });
+            Some(DiskOwner { name: own.as_bytes().clone(), gateway: options.gateway.clone(), since_ms });
         let version = match disks.store(&header, version).await {
             Err(Error::Conflict(_)) => continue,
             stored => stored?,
@@ -324,7 +324,7 @@ async fn fence(client: &Client, earlier: &OwnerName) -> Result<()> {
     }
 }
 
-impl Attachment {
+impl AttachedState {
     fn view(&self) -> RwLockReadGuard<'_, View> {
         self.view.read().unwrap_or_else(PoisonError::into_inner)
     }
@@ -346,14 +346,19 @@ impl Attachment {
     }
 
     /// Cuts a range of the disk into pieces within chunks.
-    fn pieces(&self, offset: u64, len: u64) -> disk::Result<Vec<Piece>> {
+    fn pieces(&self, offset: u64, len: u64) -> disk::Result<Vec<ChunkPiece>> {
         check_range(offset, len, *self.size.borrow())?;
         let (chunk, end) = (self.identity.chunk, offset + len);
         let mut pieces = Vec::with_capacity(1);
         let mut at = offset;
         while at < end {
             let next = ((at / chunk + 1) * chunk).min(end);
-            pieces.push(Piece { index: at / chunk, within: at % chunk, at: at - offset, len: next - at });
+            pieces.push(ChunkPiece {
+                index: at / chunk,
+                within: at % chunk,
+                at: at - offset,
+                len: next - at,
+            });
             at = next;
         }
         Ok(pieces)
@@ -429,8 +434,12 @@ impl Attachment {
     }
 
     /// Reads a piece into memory, or returns its bytes.
-    async fn read_piece(&self, piece: Piece, memory: Option<&Arc<dyn Memory>>) -> disk::Result<Vec<Bytes>> {
-        let Piece { index, within, at, len } = piece;
+    async fn read_piece(
+        &self,
+        piece: ChunkPiece,
+        memory: Option<&Arc<dyn Memory>>,
+    ) -> disk::Result<Vec<Bytes>> {
+        let ChunkPiece { index, within, at, len } = piece;
         let (state, top, older) = {
             let view = self.view();
             let state = view.states.get(index);
@@ -502,7 +511,7 @@ impl Attachment {
         self.until_done(mutate).await.map(drop)
     }
 
-    async fn write_piece(&self, piece: Piece, data: Source) -> disk::Result<()> {
+    async fn write_piece(&self, piece: ChunkPiece, data: Source) -> disk::Result<()> {
         let write = Mutation::Write { offset: piece.within, source: OpBytes::Payload };
         let ops = |view: &View| match view.states.get(piece.index) {
             ChunkState::Top => vec![write.clone()],
@@ -529,8 +538,8 @@ impl Attachment {
     }
 
     /// Makes a piece read as zeros, and gives back its space.
-    async fn clear_piece(&self, piece: Piece) -> disk::Result<()> {
-        let Piece { index, within, len, .. } = piece;
+    async fn clear_piece(&self, piece: ChunkPiece) -> disk::Result<()> {
+        let ChunkPiece { index, within, len, .. } = piece;
         let (state, has_older) = {
             let view = self.view();
             (view.states.get(index), view.stack.has_older(index))
@@ -673,7 +682,7 @@ impl AttachedDisk {
         try_join_all(clears).await.map(drop)
     }
 
-    async fn do_extents(self, offset: u64, len: u64) -> disk::Result<Vec<Extent>> {
+    async fn do_extents(self, offset: u64, len: u64) -> disk::Result<Vec<DiskExtent>> {
         let disk = &self.0;
         let _inside = disk.gate.enter().await;
         disk.check_attached()?;
@@ -685,10 +694,10 @@ impl AttachedDisk {
     }
 }
 
-impl Attachment {
+impl AttachedState {
     /// Appends the extents of a piece.
-    async fn extents_of(&self, piece: Piece, all: &mut Vec<Extent>) -> disk::Result<()> {
-        let Piece { index, within, len, .. } = piece;
+    async fn extents_of(&self, piece: ChunkPiece, all: &mut Vec<DiskExtent>) -> disk::Result<()> {
+        let ChunkPiece { index, within, len, .. } = piece;
         let names = {
             let view = self.view();
             match view.states.get(index) {
@@ -722,7 +731,7 @@ impl Attachment {
         let mut push = |len: u64, has_data: bool| match all.last_mut() {
             _ if len == 0 => {}
             Some(last) if last.has_data == has_data => last.len += len,
-            _ => all.push(Extent { len, has_data }),
+            _ => all.push(DiskExtent { len, has_data }),
         };
         let mut at = within;
         for range in ranges {
@@ -775,7 +784,7 @@ impl Disk for AttachedDisk {
         Box::pin(self.clone().do_clear(offset, len))
     }
 
-    fn extents(&self, offset: u64, len: u64) -> BoxFuture<'static, disk::Result<Vec<Extent>>> {
+    fn extents(&self, offset: u64, len: u64) -> BoxFuture<'static, disk::Result<Vec<DiskExtent>>> {
         Box::pin(self.clone().do_extents(offset, len))
     }
 }

@@ -1,4 +1,4 @@
-//! [`Directory`]: the directory object of a pool's disks.
+//! [`DiskDirectory`]: the directory object of a pool's disks.
 //!
 //! Its omap has these entries. Integers are in hexadecimal in keys, and in postcard format in values.
 //!
@@ -21,7 +21,7 @@ const NEXT: Bytes = Bytes::from_static(b"next");
 
 /// The directory object of a pool's disks.
 #[derive(Debug, Clone)]
-pub(crate) struct Directory(Object);
+pub(crate) struct DiskDirectory(Object);
 
 fn encode(number: u64) -> Bytes {
     postcard::to_stdvec(&number).expect("plain data can be encoded").into()
@@ -45,10 +45,10 @@ pub(crate) fn is_conflict(e: &client::Error) -> bool {
     matches!(e, client::Error::Node(wire::Error::ConditionFailed { .. } | wire::Error::Exists(_)))
 }
 
-impl Directory {
+impl DiskDirectory {
     /// Opens the directory in the namespace of disks.
-    pub(crate) fn new(pool: &Pool) -> Result<Directory> {
-        Ok(Directory(pool.object(DIRECTORY)?))
+    pub(crate) fn new(pool: &Pool) -> Result<DiskDirectory> {
+        Ok(DiskDirectory(pool.object(DIRECTORY)?))
     }
 
     async fn entry<T: DeserializeOwned>(&self, key: Bytes) -> Result<Option<T>> {

@@ -6,8 +6,8 @@ use futures::stream::{self, Stream, StreamExt, TryStreamExt};
 use uuid::Uuid;
 use wire::ObjectName;
 
-use crate::directory::{Directory, is_conflict};
-use crate::header::{DiskHeader, Layer, Parent};
+use crate::directory::{DiskDirectory, is_conflict};
+use crate::header::{DiskHeader, DiskLayer, Parent};
 use crate::names::{
     self, CHUNK_DEFAULT, CHUNK_MAX, CHUNK_MIN, NAMESPACE, SIZE_MAX, SnapshotName, check_name,
 };
@@ -60,7 +60,7 @@ pub struct DiskUsage {
 #[derive(Debug, Clone)]
 pub struct Disks {
     pub(crate) pool: Pool,
-    pub(crate) directory: Directory,
+    pub(crate) directory: DiskDirectory,
     pub(crate) clock: WallClock,
 }
 
@@ -74,7 +74,7 @@ impl Disks {
         use client::engine::Capability;
         client.require(&[Capability::SameGroup, Capability::Inherit])?;
         let pool = client.pool(pool)?.namespace(NAMESPACE)?;
-        Ok(Disks { directory: Directory::new(&pool)?, pool, clock })
+        Ok(Disks { directory: DiskDirectory::new(&pool)?, pool, clock })
     }
 
     /// Creates a disk that reads as zeros.
@@ -113,7 +113,7 @@ impl Disks {
             size,
             chunk,
             root: id,
-            layers: vec![Layer { id: id + 1, visible_below: u64::MAX, is_own: true }],
+            layers: vec![DiskLayer { id: id + 1, visible_below: u64::MAX, is_own: true }],
             snapshots: Vec::new(),
             parent: None,
             epoch: 0,
@@ -278,7 +278,7 @@ impl Disks {
             header.root = source.root;
             header.layers[0].visible_below = header.chunks();
             let older = source.layers.iter().skip_while(|one| one.id != snapshot.layer);
-            header.layers.extend(older.map(|one| Layer { is_own: false, ..*one }));
+            header.layers.extend(older.map(|one| DiskLayer { is_own: false, ..*one }));
             header.parent =
                 Some(Parent { disk: source.id, name: format!("{}@{}", of.disk, of.snapshot), layer });
             self.make_header(&header).await?;

@@ -25,15 +25,15 @@ pub struct DiskHeader {
     /// Number of the first disk of the family of clones, which is part of the placement keys.
     pub root: u64,
     /// The layers, newest first. The first one takes the writes.
-    pub layers: Vec<Layer>,
+    pub layers: Vec<DiskLayer>,
     /// The snapshots, oldest first.
-    pub snapshots: Vec<Snapshot>,
+    pub snapshots: Vec<DiskSnapshot>,
     /// The snapshot of which the disk is a clone, until the disk was flattened.
     pub parent: Option<Parent>,
     /// Number of the last attachment.
     pub epoch: u64,
     /// The owner of the disk; `None` if it is not attached.
-    pub owner: Option<Owner>,
+    pub owner: Option<DiskOwner>,
     /// Names of earlier owners that may not have been fenced.
     pub unfenced: Vec<Bytes>,
     /// Namespace globally unique identifier (NVMe base specification, section 4.5).
@@ -53,7 +53,7 @@ pub struct DiskHeader {
 
 /// A layer of a disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Layer {
+pub struct DiskLayer {
     /// Number of the layer in its pool.
     pub id: u64,
     /// Number of the first chunk of which older layers are not visible through this layer. A disk that
@@ -65,7 +65,7 @@ pub struct Layer {
 
 /// A snapshot of a disk.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Snapshot {
+pub struct DiskSnapshot {
     /// Name.
     pub name: String,
     /// Number of the newest layer of the snapshot.
@@ -91,7 +91,7 @@ pub struct Parent {
 
 /// The owner of a disk.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Owner {
+pub struct DiskOwner {
     /// Name of the owner's engine, by which its successor fences it.
     pub name: Bytes,
     /// The gateway, for operators.
@@ -142,7 +142,7 @@ impl DiskHeader {
     ///
     /// # Errors
     /// [`Error::NoSuchSnapshot`].
-    pub(crate) fn snapshot(&self, name: &str) -> Result<&Snapshot> {
+    pub(crate) fn snapshot(&self, name: &str) -> Result<&DiskSnapshot> {
         let found = self.snapshots.iter().find(|snapshot| snapshot.name == name && !snapshot.is_removing);
         found.ok_or_else(|| Error::NoSuchSnapshot { disk: self.name.clone(), snapshot: name.to_owned() })
     }
@@ -163,7 +163,7 @@ impl DiskHeader {
             let why = format!("the disk \"{}\" has {SNAPSHOTS_MAX} snapshots; remove one first", self.name);
             return Err(Error::InUse(why));
         }
-        let snapshot = Snapshot {
+        let snapshot = DiskSnapshot {
             name: name.to_owned(),
             layer: self.layers[0].id,
             size: self.size,
@@ -171,7 +171,7 @@ impl DiskHeader {
             is_removing: false,
         };
         self.snapshots.push(snapshot);
-        self.layers.insert(0, Layer { id: layer, visible_below: u64::MAX, is_own: true });
+        self.layers.insert(0, DiskLayer { id: layer, visible_below: u64::MAX, is_own: true });
         Ok(())
     }
 
@@ -194,7 +194,7 @@ pub(crate) mod tests {
             size: 1 << 30,
             chunk: 4 << 20,
             root: 1,
-            layers: vec![Layer { id: 2, visible_below: u64::MAX, is_own: true }],
+            layers: vec![DiskLayer { id: 2, visible_below: u64::MAX, is_own: true }],
             snapshots: vec![],
             parent: None,
             epoch: 0,
@@ -214,7 +214,7 @@ pub(crate) mod tests {
         let mut header = example();
         header.add_snapshot("monday", 9, 6).unwrap();
         assert!(matches!(header.add_snapshot("monday", 10, 7), Err(Error::Exists(_))));
-        header.owner = Some(Owner { name: "x".into(), gateway: "gateway 1".into(), since_ms: 8 });
+        header.owner = Some(DiskOwner { name: "x".into(), gateway: "gateway 1".into(), since_ms: 8 });
         let bytes = header.encode();
         assert_eq!(DiskHeader::decode(&bytes, "it").unwrap(), header);
         assert_eq!(header.snapshot("monday").unwrap().layer, 2);

@@ -2,14 +2,14 @@
 
 use bytes::Bytes;
 
-use crate::header::{DiskHeader, Layer};
+use crate::header::{DiskHeader, DiskLayer};
 use crate::names;
 
 /// The layers that a view of a disk sees, newest first: those of the disk, or of a snapshot.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct LayerStack {
     root: u64,
-    layers: Vec<Layer>,
+    layers: Vec<DiskLayer>,
 }
 
 impl LayerStack {
@@ -36,13 +36,13 @@ impl LayerStack {
 
     /// Returns the names of a chunk's objects in the older layers, newest first.
     pub(crate) fn older(&self, index: u64) -> Vec<Bytes> {
-        let is_seen = |pair: &[Layer]| index < pair[0].visible_below;
+        let is_seen = |pair: &[DiskLayer]| index < pair[0].visible_below;
         let seen = self.layers.windows(2).take_while(|pair| is_seen(pair)).map(|pair| pair[1].id);
         seen.map(|layer| names::chunk(layer, self.root, index).into()).collect()
     }
 
     /// Returns the newest layer.
-    pub(crate) fn top_layer(&self) -> Layer {
+    pub(crate) fn top_layer(&self) -> DiskLayer {
         self.layers[0]
     }
 }
@@ -58,7 +58,7 @@ mod tests {
         header.layers[0].visible_below = 3;
         header.add_snapshot("a", 5, 0).unwrap();
         header.add_snapshot("b", 6, 0).unwrap();
-        header.layers.push(Layer { id: 1, visible_below: u64::MAX, is_own: false });
+        header.layers.push(DiskLayer { id: 1, visible_below: u64::MAX, is_own: false });
         header.layers[1].visible_below = 10;
         let disk = LayerStack::of_disk(&header);
         let names = |stack: &LayerStack, index| {

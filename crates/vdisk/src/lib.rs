@@ -38,5 +38,5 @@ mod upkeep;
 pub use attached::{AttachOptions, AttachedDisk, OpenSession};
 pub use disks::{CreateOptions, DiskUsage, Disks};
 pub use error::{Error, Result};
-pub use header::{DiskHeader, Layer, Owner, Parent, Snapshot};
+pub use header::{DiskHeader, DiskLayer, DiskOwner, DiskSnapshot, Parent};
 pub use names::{CHUNK_DEFAULT, CHUNK_MAX, CHUNK_MIN, NAMESPACE, SIZE_MAX, SnapshotName};

@@ -15,6 +15,10 @@ pub enum Role {
     Osd,
     /// Handles requests and owns the targets: `placement = host`.
     Node,
+    /// Keeps the connections of front ends.
+    Holder,
+    /// Serves front ends on virtual disks.
+    Gateway,
 }
 
 impl Role {
@@ -25,6 +29,8 @@ impl Role {
             Role::Store => "store",
             Role::Osd => "osd",
             Role::Node => "node",
+            Role::Holder => "holder",
+            Role::Gateway => "gateway",
         }
     }
 }

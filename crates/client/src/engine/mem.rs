@@ -36,7 +36,7 @@ use crate::{Error, Result};
 /// closed or dropped.
 #[derive(Debug)]
 pub struct MemEngine {
-    memory: Arc<Memory>,
+    memory: Arc<MemContent>,
     /// Name of this engine as an exclusive owner.
     owner: u64,
     closed: AtomicBool,
@@ -44,7 +44,7 @@ pub struct MemEngine {
 
 /// What engines with the same content share.
 #[derive(Debug, Default)]
-struct Memory {
+struct MemContent {
     model: Mutex<Model>,
     file: Option<Mutex<File>>,
     /// Number of engines that were created with this content.
@@ -72,7 +72,7 @@ impl MemEngine {
         MemEngine::over(Arc::clone(&self.memory))
     }
 
-    fn over(memory: Arc<Memory>) -> MemEngine {
+    fn over(memory: Arc<MemContent>) -> MemEngine {
         let owner = memory.owners.fetch_add(1, Ordering::Relaxed);
         MemEngine { memory, owner, closed: AtomicBool::new(false) }
     }
@@ -99,7 +99,7 @@ impl MemEngine {
             })?
         };
         let (model, file) = (Mutex::new(model), Some(Mutex::new(file)));
-        Ok(MemEngine::over(Arc::new(Memory { model, file, ..Memory::default() })))
+        Ok(MemEngine::over(Arc::new(MemContent { model, file, ..MemContent::default() })))
     }
 
     fn lock(&self) -> MutexGuard<'_, Model> {

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 
 use base::BoxFuture;
 use bytes::Bytes;
-use disk::{Disk, DiskError, DiskIdentity, Extent, MemDisk, Memory, Result};
+use disk::{Disk, DiskError, DiskExtent, DiskIdentity, MemDisk, Memory, Result};
 use tokio::sync::{Semaphore, watch};
 
 use crate::SIZE;
@@ -111,7 +111,7 @@ impl Disk for TestDisk {
         self.delayed(offset, || self.content.write_zeroes(offset, len, keeps_space))
     }
 
-    fn extents(&self, offset: u64, len: u64) -> BoxFuture<'static, Result<Vec<Extent>>> {
+    fn extents(&self, offset: u64, len: u64) -> BoxFuture<'static, Result<Vec<DiskExtent>>> {
         self.delayed(offset, || self.content.extents(offset, len))
     }
 }

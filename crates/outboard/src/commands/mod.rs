@@ -7,6 +7,7 @@ pub mod doctor;
 pub mod down;
 pub mod ec;
 pub mod fsck;
+pub mod gateway;
 pub mod get;
 mod locate;
 pub mod ls;

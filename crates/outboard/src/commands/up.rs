@@ -14,9 +14,9 @@ use crate::args::NodeArgs;
 use crate::commands::locate;
 use crate::output;
 use node::announce::{Announcement, MAX_ANNOUNCEMENT, Ready};
-use node::config::Config;
+use node::config::{Config, GatewaySection};
 use node::config_file;
-use node::dir::{DEBUG_SOCKET, DirLock, NodeDir, STORE_SOCKET};
+use node::dir::{DEBUG_SOCKET, DirLock, HOLDER_SOCKET, NodeDir, STORE_SOCKET};
 use node::durable::replace_file;
 use node::failure::{Doing, Failure, Result};
 use node::keeper::RoleSpec;
@@ -320,6 +320,7 @@ fn serve(dir: &NodeDir, config: &Config, background: bool) -> std::result::Resul
             }
             return Err(e.to_string());
         }
+        supervisor.start(front_roles(dir, config)?).await.map_err(|e| e.to_string())?;
         // The osd has accepted the targets, so a roster that was derived from them is correct.
         if let Err(e) = roster.record(dir, supervisor.node(), supervisor.numbered()) {
             tracing::error!("cannot record the node's roster: {e}");
@@ -347,6 +348,32 @@ fn say_ready(state: &NodeState, dir: &NodeDir, background: bool) {
     );
 }
 
+/// Returns the roles that serve front ends. They start after the others.
+fn front_roles(dir: &NodeDir, config: &Config) -> std::result::Result<Vec<RoleSpec>, String> {
+    if !config.gateway.enabled {
+        return Ok(Vec::new());
+    }
+    let spec = |role: Role, args: &[&str], port: u16| -> std::result::Result<RoleSpec, String> {
+        let common = [role.as_str(), "--config", config_file::FILE];
+        Ok(RoleSpec {
+            role,
+            program: PathBuf::from(THIS_PROGRAM),
+            args: common.iter().chain(args).map(OsString::from).collect(),
+            listen: None,
+            metrics: nth_port(&config.metrics.listen, port).map_err(|e| format!("metrics.listen: {e}"))?,
+            known_targets: Vec::new(),
+            dir: dir.clone(),
+            log: dir.log(role.as_str()),
+            log_max: config.log.max_size,
+        })
+    };
+    let holder = spec(Role::Holder, &["--socket", HOLDER_SOCKET], 3)?;
+    let GatewaySection { name, credentials, .. } = &config.gateway;
+    let reach = ["--endpoint", &config.listen, "--credentials", credentials];
+    let own = ["--name", name, "--holder", HOLDER_SOCKET];
+    Ok(vec![holder, spec(Role::Gateway, &[reach, own].concat(), 4)?])
+}
+
 /// Returns the roles of a node in the order in which they start.
 fn roles(dir: &NodeDir, config: &Config, roster: &Roster) -> std::result::Result<Vec<RoleSpec>, String> {
     let targets = |args: &mut Vec<OsString>| {
@@ -357,13 +384,13 @@ fn roles(dir: &NodeDir, config: &Config, roster: &Roster) -> std::result::Result
     let spec = |role: Role, args: Vec<OsString>, port: u16| -> std::result::Result<RoleSpec, String> {
         let known_targets = match role {
             Role::Store | Role::Node => roster.targets().to_vec(),
-            Role::Supervisor | Role::Osd => Vec::new(),
+            Role::Supervisor | Role::Osd | Role::Holder | Role::Gateway => Vec::new(),
         };
         Ok(RoleSpec {
             role,
             program: PathBuf::from(THIS_PROGRAM),
             args,
-            listen: (role != Role::Store).then(|| config.listen.clone()),
+            listen: matches!(role, Role::Osd | Role::Node).then(|| config.listen.clone()),
             metrics: nth_port(&config.metrics.listen, port).map_err(|e| format!("metrics.listen: {e}"))?,
             known_targets,
             dir: dir.clone(),

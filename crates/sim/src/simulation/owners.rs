@@ -33,7 +33,7 @@ const CUT_MAX: Duration = Duration::from_secs(20);
 const PAUSE: Duration = Duration::from_millis(300);
 
 /// An exclusive owner of the objects.
-struct Owner {
+struct ObjectOwner {
     client: Client,
     name: OwnerName,
     host: String,
@@ -47,7 +47,7 @@ impl Simulation {
     pub(super) async fn change_owners(self: &Rc<Simulation>, planned: &PlannedFault) {
         let mut detail = StdRng::seed_from_u64(planned.detail);
         let until = self.now() + planned.lasts;
-        let mut before: Option<Rc<Owner>> = None;
+        let mut before: Option<Rc<ObjectOwner>> = None;
         for number in 1.. {
             let Some(owner) = self.new_owner(number).await else { return };
             // A node that has lost its newest map ends all sessions.
@@ -116,20 +116,20 @@ impl Simulation {
     }
 
     /// Connects the owner with this number. Returns `None` if the simulation is over.
-    async fn new_owner(&self, number: u64) -> Option<Rc<Owner>> {
+    async fn new_owner(&self, number: u64) -> Option<Rc<ObjectOwner>> {
         let host = format!("owner-{number}");
         while !self.is_over.get() {
             let options = Options { request_timeout: SHORT_TIMEOUT, exclusive: true, ..Options::default() };
             let client = self.connect_as(SimUser::Admin, (&host, None), options).await?;
             if let Ok(name) = client.owner() {
-                return Some(Rc::new(Owner { client, name, host, number, written: Cell::new(0) }));
+                return Some(Rc::new(ObjectOwner { client, name, host, number, written: Cell::new(0) }));
             }
         }
         None
     }
 
     /// Repeats the fencing of an owner until it has succeeded. Returns false if the simulation is over.
-    async fn fence(&self, owner: &Owner, before: &Owner) -> bool {
+    async fn fence(&self, owner: &ObjectOwner, before: &ObjectOwner) -> bool {
         while !self.is_over.get() {
             match owner.client.fence(&before.name).await {
                 Ok(()) => return true,
@@ -144,7 +144,7 @@ impl Simulation {
     }
 
     /// Writes one value after the other to an object, until the owner is fenced.
-    async fn write_as(self: Rc<Simulation>, owner: Rc<Owner>, lane: u64) {
+    async fn write_as(self: Rc<Simulation>, owner: Rc<ObjectOwner>, lane: u64) {
         while !self.is_over.get() {
             owner.written.set(owner.written.get() + 1);
             let value = owner.number << 32 | owner.written.get();
@@ -168,7 +168,7 @@ impl Simulation {
 
     /// Reads all objects; an object that does not exist has the value 0. Returns `None` if one cannot
     /// be read now.
-    async fn values(&self, owner: &Owner) -> Option<Vec<u64>> {
+    async fn values(&self, owner: &ObjectOwner) -> Option<Vec<u64>> {
         let pool = owner.client.pool(&self.plan.pools[0].name).ok()?.namespace(FILLER).ok()?;
         let mut values = Vec::new();
         for object in 0..OBJECTS {

@@ -9,7 +9,7 @@ use std::thread::JoinHandle;
 
 use base::BoxFuture;
 use bytes::Bytes;
-use disk::{Disk, DiskIdentity, Extent, MemDisk, Memory};
+use disk::{Disk, DiskExtent, DiskIdentity, MemDisk, Memory};
 use tokio::sync::{oneshot, watch};
 use vhost::direct::DirectControl;
 use vhost::{BlkDevice, DeviceOptions, SessionAnswer, VhostControl, VhostError, VhostMessage, VhostSession};
@@ -210,7 +210,7 @@ impl Disk for Gated {
         self.0.disk.write_zeroes(offset, len, keeps)
     }
 
-    fn extents(&self, offset: u64, len: u64) -> BoxFuture<'static, disk::Result<Vec<Extent>>> {
+    fn extents(&self, offset: u64, len: u64) -> BoxFuture<'static, disk::Result<Vec<DiskExtent>>> {
         self.0.disk.extents(offset, len)
     }
 }

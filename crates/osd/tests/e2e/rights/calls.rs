@@ -65,6 +65,7 @@ impl Call {
             AdminRequest::ListSessions => "ListSessions",
             AdminRequest::KillSession(_) => "KillSession",
             AdminRequest::Audit { .. } => "GetAudit",
+            AdminRequest::Disk(_) | AdminRequest::ServeGateway { .. } => unreachable!(),
             AdminRequest::ArmFault(_) => "ArmFault",
             AdminRequest::ListFaults => "ListFaults",
             AdminRequest::ClearFaults => "ClearFaults",
@@ -157,6 +158,7 @@ fn suffices(request: &AdminRequest, answer: &Result<AdminReply, Error>) -> bool 
         AdminRequest::ListSessions => matches!(answer, Ok(AdminReply::Sessions(_))),
         AdminRequest::KillSession(_) => refusal("there is no session"),
         AdminRequest::Audit { .. } => matches!(answer, Ok(AdminReply::Audit(_))),
+        AdminRequest::Disk(_) | AdminRequest::ServeGateway { .. } => unreachable!(),
         AdminRequest::ArmFault(_)
         | AdminRequest::ListFaults
         | AdminRequest::ClearFaults

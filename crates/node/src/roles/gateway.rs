@@ -1,0 +1,96 @@
+//! The role that serves front ends on virtual disks.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use base::clock::WallClock;
+use client::engine::SharedConnections;
+use client::{Client, Options};
+use gateway::{AttachmentFile, Gateway, GatewayConfig};
+use identity::Credentials;
+use vdisk::OpenSession;
+
+use crate::announce::Ready;
+use crate::failure::{Doing, Result};
+use crate::role::{self, RoleArgs, RoleProcess, StopSignals};
+use crate::state::Role;
+
+/// Time for which a request of a disk waits for the node before the gateway repeats it.
+const REQUEST_TIME: Duration = Duration::from_secs(3600);
+/// Maximum number of requests of a disk in flight.
+const REQUESTS: usize = 512;
+/// Pause before another attempt to reach the node.
+const PAUSE: Duration = Duration::from_millis(500);
+
+/// What a gateway serves, and where.
+#[derive(Debug, Clone)]
+pub struct GatewayOptions {
+    /// Address of the node.
+    pub endpoint: String,
+    /// Credential file of the gateway's user.
+    pub credentials: PathBuf,
+    /// Name of the gateway, which stays the same when it starts again.
+    pub name: String,
+    /// The holder's control socket; `None` if there is no holder.
+    pub holder: Option<PathBuf>,
+    /// File with the list of attachments.
+    pub attachments: PathBuf,
+}
+
+/// Runs the role until a signal stops it.
+///
+/// # Errors
+/// If the credentials or the list of attachments cannot be read.
+pub fn run(args: &RoleArgs, options: GatewayOptions) -> Result<()> {
+    role::run(Role::Gateway, args, |process| serve(process, options))
+}
+
+async fn serve(process: RoleProcess, wanted: GatewayOptions) -> Result<()> {
+    let mut signals = StopSignals::catch()?;
+    let credentials = Credentials::load(&wanted.credentials).doing("reading the gateway's credentials")?;
+    let options = Options {
+        trust: credentials.trust(),
+        stack: process.config.network.stacks.clone(),
+        request_timeout: REQUEST_TIME,
+        requests_in_flight: REQUESTS,
+        ..Options::default()
+    };
+    let connections = SharedConnections::open(&options).doing("preparing the network")?;
+    let connecting = connect(&connections, &wanted.endpoint, &options);
+    let client = tokio::select! {
+        client = connecting => client,
+        () = signals.next() => return Ok(()),
+    };
+    let endpoint = wanted.endpoint.clone();
+    let open_session: OpenSession = Arc::new(move || {
+        let (connections, endpoint) = (connections.clone(), endpoint.clone());
+        let options = Options { exclusive: true, ..options.clone() };
+        Box::pin(async move { Client::connect_sharing(&connections, &endpoint, options).await })
+    });
+    let gateway = Gateway::start(GatewayConfig {
+        name: wanted.name.clone(),
+        client,
+        open_session,
+        holder: wanted.holder,
+        attachments: AttachmentFile::at(&wanted.attachments),
+        clock: WallClock::default(),
+    });
+    let gateway = gateway.doing("starting the gateway")?;
+    role::ready(Ready { metrics: Some(process.metrics), ..Ready::default() });
+    signals.next().await;
+    role::stopping();
+    drop(gateway);
+    Ok(())
+}
+
+/// Connects to the node. Waits until the node accepts the connection.
+async fn connect(connections: &SharedConnections, endpoint: &str, options: &Options) -> Client {
+    loop {
+        match Client::connect_sharing(connections, endpoint, options.clone()).await {
+            Ok(client) => return client,
+            Err(e) => tracing::warn!(endpoint, error = %e, "cannot reach the node yet"),
+        }
+        tokio::time::sleep(PAUSE).await;
+    }
+}
