@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use disk::{BLOCK, MemDisk};
 use libfuzzer_sys::fuzz_target;
-use nbd::{Export, Limits, serve_connection};
+use nbd::{Export, NbdLimits, serve_connection};
 use tokio::io::{AsyncReadExt, AsyncWriteExt, duplex, split};
 
 /// Size of the disk, in bytes.
@@ -68,7 +68,7 @@ fn serve(bytes: &[u8]) {
     runtime.expect("a runtime needs no descriptors").block_on(async {
         let (client, server) = duplex(16 << 10);
         let (mut reader, mut writer) = split(client);
-        let limits = Limits::default();
+        let limits = NbdLimits::default();
         let send = async {
             // The server may end the connection early.
             let _ = writer.write_all(bytes).await;

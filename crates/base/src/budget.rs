@@ -95,21 +95,21 @@ type ReclaimRank<I> = (HolderPresence, Instant, I);
 pub struct Budget<I, P = PeerAddress> {
     limit: usize,
     patience: Duration,
-    holders: HashMap<I, Holder<P>>,
+    holders: HashMap<I, SlotHolder<P>>,
     /// Reclaim order of the holders; `None` while no slot needs to be reclaimed.
     order: Option<ReclaimOrder<I, P>>,
 }
 
 /// The holder of a slot.
 #[derive(Debug, Clone, Copy)]
-struct Holder<P> {
+struct SlotHolder<P> {
     peer: P,
     standing: HolderPresence,
     /// Time of the holder's last sign of life or, if the holder is absent, of its disconnect.
     since: Instant,
 }
 
-impl<P> Holder<P> {
+impl<P> SlotHolder<P> {
     fn turn<I>(&self, id: I) -> ReclaimRank<I> {
         (self.standing, self.since, id)
     }
@@ -153,7 +153,7 @@ impl<I: Copy + Ord + Hash, P: Copy + Ord> Budget<I, P> {
         if let Some(victim) = victim {
             self.remove(victim);
         }
-        self.put(id, Holder { peer, standing: HolderPresence::Present, since: now });
+        self.put(id, SlotHolder { peer, standing: HolderPresence::Present, since: now });
         assert!(self.holders.len() <= self.limit, "a budget never has more holders than slots");
         Ok(victim)
     }
@@ -213,11 +213,11 @@ impl<I: Copy + Ord + Hash, P: Copy + Ord> Budget<I, P> {
 
     fn change(&mut self, id: I, standing: HolderPresence, now: Instant) {
         if let Some(holder) = self.take(id) {
-            self.put(id, Holder { standing, since: now, ..holder });
+            self.put(id, SlotHolder { standing, since: now, ..holder });
         }
     }
 
-    fn take(&mut self, id: I) -> Option<Holder<P>> {
+    fn take(&mut self, id: I) -> Option<SlotHolder<P>> {
         let holder = self.holders.remove(&id)?;
         if let Some(order) = &mut self.order {
             order.remove(id, &holder);
@@ -225,7 +225,7 @@ impl<I: Copy + Ord + Hash, P: Copy + Ord> Budget<I, P> {
         Some(holder)
     }
 
-    fn put(&mut self, id: I, holder: Holder<P>) {
+    fn put(&mut self, id: I, holder: SlotHolder<P>) {
         if let Some(order) = &mut self.order {
             order.insert(id, &holder);
         }
@@ -251,7 +251,7 @@ struct ReclaimOrder<I, P> {
 }
 
 impl<I: Copy + Ord, P: Copy + Ord> ReclaimOrder<I, P> {
-    fn of(holders: &HashMap<I, Holder<P>>) -> ReclaimOrder<I, P> {
+    fn of(holders: &HashMap<I, SlotHolder<P>>) -> ReclaimOrder<I, P> {
         let mut order = ReclaimOrder {
             begun_with: holders.len(),
             peers: BTreeMap::new(),
@@ -262,7 +262,7 @@ impl<I: Copy + Ord, P: Copy + Ord> ReclaimOrder<I, P> {
         order
     }
 
-    fn insert(&mut self, id: I, holder: &Holder<P>) {
+    fn insert(&mut self, id: I, holder: &SlotHolder<P>) {
         if holder.standing == HolderPresence::Absent {
             self.gone.insert((holder.since, id));
         }
@@ -271,7 +271,7 @@ impl<I: Copy + Ord, P: Copy + Ord> ReclaimOrder<I, P> {
         });
     }
 
-    fn remove(&mut self, id: I, holder: &Holder<P>) {
+    fn remove(&mut self, id: I, holder: &SlotHolder<P>) {
         if holder.standing == HolderPresence::Absent {
             self.gone.remove(&(holder.since, id));
         }

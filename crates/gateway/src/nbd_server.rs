@@ -10,7 +10,7 @@ use base::BoxFuture;
 use base::thread::ThreadClass;
 use disk::Disk;
 use futures::stream::{FuturesUnordered, StreamExt};
-use nbd::{Export, Limits};
+use nbd::{Export, NbdLimits};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 use tokio::task::JoinHandle;
@@ -129,7 +129,7 @@ impl NbdListener {
 }
 
 async fn serve(stream: impl AsyncRead + AsyncWrite, exports: Arc<BTreeMap<String, Export>>) {
-    if let Err(e) = nbd::serve_connection(stream, &*exports, &Limits::default()).await {
+    if let Err(e) = nbd::serve_connection(stream, &*exports, &NbdLimits::default()).await {
         tracing::debug!(error = %e, "an NBD connection has ended");
     }
 }

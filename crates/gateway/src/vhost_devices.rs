@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use base::thread::ThreadClass;
 use disk::Disk;
-use holder::{Done, Event, Framing, HeldConnection, HolderClient, Reply, SharedFd};
+use holder::{Done, Framing, FrontEndReply, HeldConnection, HolderClient, HolderEvent, SharedFd};
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinHandle;
 use vhost::{BlkDevice, DeviceOptions, SessionAnswer, VhostControl, VhostMessage, VhostSession};
@@ -155,24 +155,24 @@ async fn receive(
         lock().known.clear();
         loop {
             let (device, news) = match events.next().await {
-                Ok(Event::Device(device)) => {
+                Ok(HolderEvent::Device(device)) => {
                     lock().known.push(device.device.clone());
                     match device.front_end {
                         Some(front_end) => (device.device, DeviceNews::Connected(front_end)),
                         None => continue,
                     }
                 }
-                Ok(Event::InventoryComplete) => {
+                Ok(HolderEvent::InventoryComplete) => {
                     sender.send_replace(Some(client.clone()));
                     continue;
                 }
-                Ok(Event::Connected { device, connection }) => {
+                Ok(HolderEvent::Connected { device, connection }) => {
                     let front_end =
                         HeldConnection { connection, state: Default::default(), kept: Vec::new() };
                     (device, DeviceNews::Connected(front_end))
                 }
-                Ok(Event::Message(message)) => {
-                    let holder::Message { device, connection, number, bytes, fds } = message;
+                Ok(HolderEvent::Message(message)) => {
+                    let holder::HeldMessage { device, connection, number, bytes, fds } = message;
                     let fds = match fds.into_iter().map(owned).collect::<io::Result<Vec<OwnedFd>>>() {
                         Ok(fds) => fds,
                         Err(e) => {
@@ -183,7 +183,7 @@ async fn receive(
                     let message = VhostMessage { bytes: bytes.to_vec(), fds };
                     (device, DeviceNews::Message { connection, number, message })
                 }
-                Ok(Event::Disconnected { device, connection }) => {
+                Ok(HolderEvent::Disconnected { device, connection }) => {
                     (device, DeviceNews::Disconnected { connection })
                 }
                 Ok(_) => continue,
@@ -319,7 +319,8 @@ impl VhostControl for HolderControl<'_> {
             state: Some(state),
             keep: keep.into_iter().map(|(key, fd)| (key, Arc::new(fd))).collect(),
             drop,
-            reply: reply.map(|(bytes, fds)| Reply { bytes, fds: fds.into_iter().map(Arc::new).collect() }),
+            reply: reply
+                .map(|(bytes, fds)| FrontEndReply { bytes, fds: fds.into_iter().map(Arc::new).collect() }),
             close: false,
         };
         self.client.done(done).await.map_err(io::Error::other)

@@ -11,11 +11,12 @@ use bytes::Bytes;
 use tokio::net::UnixStream;
 use tokio::sync::{mpsc, oneshot};
 
-use crate::error::{ClientError, Refusal, SocketFileError};
+use crate::error::{ClientError, HolderRefusal, SocketFileError};
 use crate::framing::{Cutter, Framing};
-use crate::link::{Link, Queued};
+use crate::link::{GatewayLink, Queued};
 use crate::protocol::{
-    CALL_FDS_MAX, CALLS_MAX, Call, Change, FRAMES, Frame, Hello, SharedFd, Versions, Welcome, open,
+    CALL_FDS_MAX, CALLS_MAX, FRAMES, GatewayHello, HeldChange, HolderCall, HolderFrame, HolderWelcome,
+    SharedFd, Versions, open,
 };
 use crate::socket::FdStream;
 use crate::socket_file;
@@ -23,9 +24,9 @@ use crate::socket_file;
 /// What the holder tells the gateway.
 #[derive(Debug)]
 #[non_exhaustive]
-pub enum Event {
+pub enum HolderEvent {
     /// A device that the holder had before this gateway connected. If its front end has a pending
-    /// message, [`Event::Message`] follows.
+    /// message, [`HolderEvent::Message`] follows.
     Device(InventoryDevice),
     /// All devices were listed.
     InventoryComplete,
@@ -37,7 +38,7 @@ pub enum Event {
         connection: u64,
     },
     /// The pending message of a front end. The next message follows after [`HolderClient::done`].
-    Message(Message),
+    Message(HeldMessage),
     /// The connection of a front end has ended. The holder has dropped its state.
     Disconnected {
         /// Name of the device.
@@ -73,7 +74,7 @@ pub struct HeldConnection {
 
 /// A message of a front end.
 #[derive(Debug)]
-pub struct Message {
+pub struct HeldMessage {
     /// Name of the device.
     pub device: String,
     /// Number of the connection.
@@ -102,14 +103,14 @@ pub struct Done {
     /// Keys of descriptors to drop, before others are kept. Unknown keys are ignored.
     pub drop: Vec<u64>,
     /// The reply to the front end.
-    pub reply: Option<Reply>,
+    pub reply: Option<FrontEndReply>,
     /// Whether to disconnect the front end after the reply.
     pub close: bool,
 }
 
 /// A message to a front end.
 #[derive(Debug, Clone, Default)]
-pub struct Reply {
+pub struct FrontEndReply {
     /// Header and payload.
     pub bytes: Bytes,
     /// Descriptors.
@@ -134,7 +135,7 @@ pub struct Deposit {
 /// The answer of the holder to a call. The call is made even if the answer is dropped.
 #[derive(Debug)]
 #[must_use = "the holder may refuse the call"]
-pub struct Answer(Waiting);
+pub struct HolderAnswer(Waiting);
 
 #[derive(Debug)]
 enum Waiting {
@@ -144,7 +145,7 @@ enum Waiting {
     Sent(oneshot::Receiver<Result<(), ClientError>>),
 }
 
-impl Future for Answer {
+impl Future for HolderAnswer {
     type Output = Result<(), ClientError>;
 
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
@@ -174,8 +175,8 @@ pub struct HolderClient {
 ///
 /// The number of events that wait here is limited by the protocol: per device, one of each kind.
 #[derive(Debug)]
-pub struct Events {
-    events: mpsc::UnboundedReceiver<Event>,
+pub struct HolderEvents {
+    events: mpsc::UnboundedReceiver<HolderEvent>,
     queue: mpsc::UnboundedSender<Queued>,
     /// The reason why the connection ended.
     end: oneshot::Receiver<ClientError>,
@@ -191,7 +192,7 @@ impl HolderClient {
     /// # Errors
     /// If no holder of this user answers, or if it has no version of the protocol in common with this
     /// build.
-    pub async fn connect(path: &Path) -> Result<(HolderClient, Events), ClientError> {
+    pub async fn connect(path: &Path) -> Result<(HolderClient, HolderEvents), ClientError> {
         let not_running = |reason: String| ClientError::NotRunning { path: path.to_owned(), reason };
         let socket = match socket_file::connect(path) {
             Ok(socket) => socket,
@@ -203,11 +204,11 @@ impl HolderClient {
         if uid != rustix::process::geteuid().as_raw() {
             return Err(ClientError::OtherUser { path: path.to_owned(), uid });
         }
-        let mut hello = Frame::raw(&Hello(Versions::OWN).encode(), Vec::new()).into();
+        let mut hello = HolderFrame::raw(&GatewayHello(Versions::OWN).encode(), Vec::new()).into();
         stream.send(&mut hello).await.map_err(|e| not_running(e.to_string()))?;
         let welcome =
             stream.receive(&mut Cutter::new(FRAMES)).await.map_err(|e| not_running(e.to_string()))?;
-        let welcome = open(welcome).and_then(|(body, _)| Welcome::decode(&body));
+        let welcome = open(welcome).and_then(|(body, _)| HolderWelcome::decode(&body));
         let welcome = welcome.map_err(|e| ClientError::Protocol(e.to_string()))?;
         if welcome
             .chosen
@@ -219,96 +220,103 @@ impl HolderClient {
         let (event_sender, events) = mpsc::unbounded_channel();
         let (end_sender, end) = oneshot::channel();
         let unanswered = Arc::new(AtomicUsize::new(0));
-        let link = Link::new(stream, queued, event_sender, unanswered.clone());
+        let link = GatewayLink::new(stream, queued, event_sender, unanswered.clone());
         base::task::spawn(ThreadClass::Client, link.run(end_sender));
-        let events = Events { events, queue: queue.clone(), end, ended: None };
+        let events = HolderEvents { events, queue: queue.clone(), end, ended: None };
         Ok((HolderClient { queue, unanswered }, events))
     }
 
     /// Adds a device. The holder listens for its front ends at `path`, an absolute path.
-    pub fn add(&self, device: &str, path: &Path, framing: Framing) -> Answer {
+    pub fn add(&self, device: &str, path: &Path, framing: Framing) -> HolderAnswer {
         let Some(text) = path.to_str() else {
             let bad = SocketFileError::BadPath(path.to_string_lossy().into_owned());
-            return Answer::refused(bad.into());
+            return HolderAnswer::refused(bad.into());
         };
-        self.call(Call::Add { device: device.to_owned(), path: text.to_owned(), framing }, Vec::new())
+        self.call(HolderCall::Add { device: device.to_owned(), path: text.to_owned(), framing }, Vec::new())
     }
 
-    /// Removes a device with its socket and state. Its front end is disconnected. After the answer, no
-    /// further event of the device is received, but earlier events may still wait in [`Events`].
-    pub fn remove(&self, device: &str) -> Answer {
-        self.call(Call::Remove { device: device.to_owned() }, Vec::new())
+    /// Removes a device with its socket and state. Its front end is disconnected. After the answer,
+    /// no further event of the device is received, but earlier events may still wait in
+    /// [`HolderEvents`].
+    pub fn remove(&self, device: &str) -> HolderAnswer {
+        self.call(HolderCall::Remove { device: device.to_owned() }, Vec::new())
     }
 
     /// Answers the pending message of a front end. Of several answers, also of several gateways, the
     /// holder applies one. It refuses the answer if the front end has disconnected.
-    pub fn done(&self, done: Done) -> Answer {
+    pub fn done(&self, done: Done) -> HolderAnswer {
         let (keys, mut fds): (Vec<_>, Vec<_>) = done.keep.into_iter().unzip();
         let (device, connection) = (done.device, done.connection);
-        let change = Change { device, connection, state: done.state, keep: keys, drop: done.drop };
+        let change = HeldChange { device, connection, state: done.state, keep: keys, drop: done.drop };
         let reply = done.reply.map(|reply| {
             fds.extend(reply.fds);
             reply.bytes
         });
-        self.call(Call::Done { number: done.number, change, reply, close: done.close }, fds)
+        self.call(HolderCall::Done { number: done.number, change, reply, close: done.close }, fds)
     }
 
     /// Changes the state of a device without a message of the front end.
-    pub fn deposit(&self, deposit: Deposit) -> Answer {
+    pub fn deposit(&self, deposit: Deposit) -> HolderAnswer {
         let (keep, fds) = deposit.keep.into_iter().unzip();
         let (device, connection) = (deposit.device, deposit.connection);
         self.call(
-            Call::Deposit(Change { device, connection, state: deposit.state, keep, drop: deposit.drop }),
+            HolderCall::Deposit(HeldChange {
+                device,
+                connection,
+                state: deposit.state,
+                keep,
+                drop: deposit.drop,
+            }),
             fds,
         )
     }
 
     /// Sends a message to the front end that is not a reply. The holder sends it at most once. It
     /// refuses the message while the front end does not read.
-    pub fn send(&self, device: &str, connection: u64, message: Reply) -> Answer {
-        let call = Call::Send { device: device.to_owned(), connection, bytes: message.bytes };
+    pub fn send(&self, device: &str, connection: u64, message: FrontEndReply) -> HolderAnswer {
+        let call = HolderCall::Send { device: device.to_owned(), connection, bytes: message.bytes };
         self.call(call, message.fds)
     }
 
     /// Ends the holder, which disconnects all front ends.
-    pub fn stop(&self) -> Answer {
-        self.call(Call::Stop, Vec::new())
+    pub fn stop(&self) -> HolderAnswer {
+        self.call(HolderCall::Stop, Vec::new())
     }
 
-    fn call(&self, body: Call, fds: Vec<SharedFd>) -> Answer {
+    fn call(&self, body: HolderCall, fds: Vec<SharedFd>) -> HolderAnswer {
         if fds.len() > CALL_FDS_MAX {
-            return Answer::refused(Refusal::TooManyCallFds(fds.len()));
+            return HolderAnswer::refused(HolderRefusal::TooManyCallFds(fds.len()));
         }
         if let Err(refusal) = body.check() {
-            return Answer::refused(refusal);
+            return HolderAnswer::refused(refusal);
         }
         if self.unanswered.fetch_add(1, Ordering::Relaxed) >= CALLS_MAX {
             self.unanswered.fetch_sub(1, Ordering::Relaxed);
-            return Answer(Waiting::Failed(Some(ClientError::TooManyCalls)));
+            return HolderAnswer(Waiting::Failed(Some(ClientError::TooManyCalls)));
         }
         let (answer, receiver) = oneshot::channel();
         // If the task has ended, it has dropped the answer's sender, which the future reports.
         let _ = self.queue.send(Queued::Call { body, fds, answer });
-        Answer(Waiting::Sent(receiver))
+        HolderAnswer(Waiting::Sent(receiver))
     }
 }
 
-impl Answer {
-    fn refused(refusal: Refusal) -> Answer {
-        Answer(Waiting::Failed(Some(refusal.into())))
+impl HolderAnswer {
+    fn refused(refusal: HolderRefusal) -> HolderAnswer {
+        HolderAnswer(Waiting::Failed(Some(refusal.into())))
     }
 }
 
-impl Events {
+impl HolderEvents {
     /// Waits for the next event. This method is cancel safe.
     ///
     /// # Errors
     /// If the connection has ended. [`ClientError::Replaced`] means that another gateway has connected;
     /// after all other errors, the gateway should connect again.
-    pub async fn next(&mut self) -> Result<Event, ClientError> {
+    pub async fn next(&mut self) -> Result<HolderEvent, ClientError> {
         match self.events.recv().await {
             Some(event) => {
-                if let Event::Disconnected { device, connection } = &event {
+                if let HolderEvent::Disconnected { device, connection } = &event {
                     let acknowledge = Queued::Acknowledge { device: device.clone(), connection: *connection };
                     // If the task has ended, the next call of this method returns the reason.
                     let _ = self.queue.send(acknowledge);

@@ -1,28 +1,31 @@
 //! The state machine of one device, without sockets.
 //!
-//! [`Device::step`] takes an event. After each step, the owner asks for what is to be done: whether to
-//! read from the front end ([`Device::reads`]), what to write to it ([`Device::outgoing`]), whether to
-//! disconnect it ([`Device::is_over`]), and what to tell the gateway ([`Device::news`]). News are
-//! derived from the difference between the device's state and what the gateway was told, so they need
-//! no queue: a gateway that reads slowly misses connections that came and went meanwhile.
+//! [`DeviceMachine::step`] takes an event. After each step, the owner asks for what is to be done:
+//! whether to read from the front end ([`DeviceMachine::reads`]), what to write to it
+//! ([`DeviceMachine::outgoing`]), whether to disconnect it ([`DeviceMachine::is_over`]), and what
+//! to tell the gateway ([`DeviceMachine::news`]). News are derived from the difference between the
+//! device's state and what the gateway was told, so they need no queue: a gateway that reads slowly
+//! misses connections that came and went meanwhile.
 //!
 //! ```text
-//!              what the gateway was told (Told)
+//!              what the gateway was told (GatewayView)
 //!
 //!  (no gateway) ─── inventory() ──▶ Nothing ◀──────────────────────────┐
-//!    Unlisted                          │ news: Connected               │ Event::Acknowledged
+//!    Unlisted                          │ news: Connected               │ Acknowledged
 //!       ▲   └────── inventory() ─────▶ Connection { connection, number }    │
 //!       │                              │ news: Message, once per number│
 //!       │                              │ news: Disconnected            │
-//!       └── Event::GatewayLost         └──────────────▶ Gone ──────────┘
+//!       └── GatewayLost                └──────────────▶ Gone ──────────┘
 //! ```
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use bytes::Bytes;
 
-use crate::error::Refusal;
-use crate::protocol::{CALL_FDS_MAX, Change, Kept, OUTBOX_MAX, REPLY_BYTES_MAX, STATE_BYTES_MAX, SharedFd};
+use crate::error::HolderRefusal;
+use crate::protocol::{
+    CALL_FDS_MAX, HeldChange, Kept, OUTBOX_MAX, REPLY_BYTES_MAX, STATE_BYTES_MAX, SharedFd,
+};
 
 /// Maximum number of messages of a front end that the holder has read and that are not answered.
 pub(crate) const UNANSWERED_MAX: usize = 4;
@@ -38,7 +41,7 @@ pub(crate) struct DeviceLimits {
 
 /// Bytes and descriptors to or from a front end.
 #[derive(Debug, Clone)]
-pub(crate) struct Content {
+pub(crate) struct MessageContent {
     /// The bytes.
     pub bytes: Bytes,
     /// The descriptors.
@@ -47,12 +50,12 @@ pub(crate) struct Content {
 
 /// An event of a device.
 #[derive(Debug)]
-pub(crate) enum Event {
+pub(crate) enum HeldDeviceEvent {
     /// A front end has connected. The number is greater than those of all connections before.
     Connected(u64),
     /// The front end has sent a message.
-    Received(Content),
-    /// The first message of [`Device::outgoing`] was written.
+    Received(MessageContent),
+    /// The first message of [`DeviceMachine::outgoing`] was written.
     Written,
     /// The connection of the front end has ended.
     Ended,
@@ -65,18 +68,18 @@ pub(crate) enum Event {
         /// Number of the message.
         number: u64,
         /// Change of the state.
-        change: Change,
+        change: HeldChange,
         /// Descriptors of the change.
         kept: Vec<SharedFd>,
         /// The reply.
-        reply: Option<Content>,
+        reply: Option<MessageContent>,
         /// Whether the connection ends after the reply.
         close: bool,
     },
     /// A call of the gateway: changes the state.
     Deposit {
         /// Change of the state.
-        change: Change,
+        change: HeldChange,
         /// Descriptors of the change.
         kept: Vec<SharedFd>,
     },
@@ -85,7 +88,7 @@ pub(crate) enum Event {
         /// Number of the front end's connection.
         connection: u64,
         /// The message.
-        content: Content,
+        content: MessageContent,
     },
 }
 
@@ -101,7 +104,7 @@ pub(crate) enum News {
         /// Number of the message.
         number: u64,
         /// The message.
-        content: Content,
+        content: MessageContent,
     },
     /// A connection has ended.
     Disconnected(u64),
@@ -109,7 +112,7 @@ pub(crate) enum News {
 
 /// What the holder keeps for the connected front end, for the inventory.
 #[derive(Debug)]
-pub(crate) struct Snapshot {
+pub(crate) struct DeviceSnapshot {
     /// The connection and its state.
     pub kept: Kept,
     /// The kept descriptors with their keys.
@@ -118,7 +121,7 @@ pub(crate) struct Snapshot {
 
 /// What the gateway was told about the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Told {
+enum GatewayView {
     /// No gateway is connected, or its inventory lacks the device.
     Unlisted,
     /// No front end is connected.
@@ -131,63 +134,63 @@ enum Told {
 
 /// The connection of a front end, and what the holder keeps for it.
 #[derive(Debug)]
-struct FrontEnd {
+struct HeldFrontEnd {
     connection: u64,
     /// Messages that the gateway has not answered. The first is the pending message.
-    unanswered: VecDeque<Content>,
+    unanswered: VecDeque<MessageContent>,
     /// Number of the pending message, or of the next one.
     number: u64,
     state: Bytes,
     kept: BTreeMap<u64, SharedFd>,
     /// Messages to the front end. The first may be written in part.
-    outbox: VecDeque<Content>,
+    outbox: VecDeque<MessageContent>,
     /// Whether the connection ends when the outbox is empty.
     is_closing: bool,
 }
 
 /// A device: the connection of its front end, and what the gateway knows about it.
 #[derive(Debug)]
-pub(crate) struct Device {
+pub(crate) struct DeviceMachine {
     name: String,
     limits: DeviceLimits,
-    front_end: Option<FrontEnd>,
-    told: Told,
+    front_end: Option<HeldFrontEnd>,
+    told: GatewayView,
     /// Number of the newest connection.
     newest: u64,
 }
 
-impl Device {
+impl DeviceMachine {
     /// Creates a device that the present gateway has added.
-    pub fn new(name: String, limits: DeviceLimits) -> Device {
-        Device { name, limits, front_end: None, told: Told::Nothing, newest: 0 }
+    pub fn new(name: String, limits: DeviceLimits) -> DeviceMachine {
+        DeviceMachine { name, limits, front_end: None, told: GatewayView::Nothing, newest: 0 }
     }
 
     /// Applies an event. A refused call changes nothing; no other event is refused. The lengths of the
     /// parts of a call were checked before.
-    pub fn step(&mut self, event: Event) -> Result<(), Refusal> {
+    pub fn step(&mut self, event: HeldDeviceEvent) -> Result<(), HolderRefusal> {
         match event {
-            Event::Connected(connection) => self.connected(connection),
-            Event::Received(content) => self.received(content),
-            Event::Written => self.written(),
-            Event::Ended => {
+            HeldDeviceEvent::Connected(connection) => self.connected(connection),
+            HeldDeviceEvent::Received(content) => self.received(content),
+            HeldDeviceEvent::Written => self.written(),
+            HeldDeviceEvent::Ended => {
                 assert!(self.front_end.is_some(), "a front end was connected");
                 self.front_end = None;
             }
-            Event::Acknowledged(connection) => {
+            HeldDeviceEvent::Acknowledged(connection) => {
                 // A gateway can acknowledge only what it was told; ignore others.
-                if self.told == (Told::Gone { connection }) {
-                    self.told = Told::Nothing;
+                if self.told == (GatewayView::Gone { connection }) {
+                    self.told = GatewayView::Nothing;
                 }
             }
-            Event::GatewayLost => self.told = Told::Unlisted,
-            Event::Done { number, change, kept, reply, close } => {
+            HeldDeviceEvent::GatewayLost => self.told = GatewayView::Unlisted,
+            HeldDeviceEvent::Done { number, change, kept, reply, close } => {
                 return self.done(number, change, kept, reply, close);
             }
-            Event::Deposit { change, kept } => {
+            HeldDeviceEvent::Deposit { change, kept } => {
                 self.check_change(&change, &kept)?;
                 self.current(change.connection)?.apply(change, kept);
             }
-            Event::Send { connection, content } => return self.send(connection, content),
+            HeldDeviceEvent::Send { connection, content } => return self.send(connection, content),
         }
         Ok(())
     }
@@ -197,8 +200,9 @@ impl Device {
         self.front_end.as_ref().is_some_and(|f| !f.is_closing && f.unanswered.len() < UNANSWERED_MAX)
     }
 
-    /// Returns the message to write to the front end. It stays the same until [`Event::Written`].
-    pub fn outgoing(&self) -> Option<Content> {
+    /// Returns the message to write to the front end. It stays the same until
+    /// [`HeldDeviceEvent::Written`].
+    pub fn outgoing(&self) -> Option<MessageContent> {
         self.front_end.as_ref().and_then(|f| f.outbox.front()).cloned()
     }
 
@@ -207,17 +211,17 @@ impl Device {
         self.front_end.as_ref().is_some_and(|f| f.is_closing && f.outbox.is_empty())
     }
 
-    /// Whether [`Device::news`] would return news.
+    /// Whether [`DeviceMachine::news`] would return news.
     pub fn has_news(&self) -> bool {
         match (self.told, &self.front_end) {
-            (Told::Unlisted | Told::Gone { .. }, _) | (Told::Nothing, None) => false,
-            (Told::Nothing, Some(front_end)) => !front_end.is_closing,
-            (Told::Connection { connection, number }, Some(f)) if f.connection == connection => {
+            (GatewayView::Unlisted | GatewayView::Gone { .. }, _) | (GatewayView::Nothing, None) => false,
+            (GatewayView::Nothing, Some(front_end)) => !front_end.is_closing,
+            (GatewayView::Connection { connection, number }, Some(f)) if f.connection == connection => {
                 // A front end that does not read gets no further message answered, so that the outbox
                 // has space for the reply.
                 f.number > number && !f.unanswered.is_empty() && f.outbox.is_empty()
             }
-            (Told::Connection { .. }, _) => true,
+            (GatewayView::Connection { .. }, _) => true,
         }
     }
 
@@ -227,33 +231,35 @@ impl Device {
             return None;
         }
         match (self.told, &self.front_end) {
-            (Told::Nothing, Some(FrontEnd { connection, .. })) => {
-                self.told = Told::Connection { connection: *connection, number: 0 };
+            (GatewayView::Nothing, Some(HeldFrontEnd { connection, .. })) => {
+                self.told = GatewayView::Connection { connection: *connection, number: 0 };
                 Some(News::Connected(*connection))
             }
-            (Told::Connection { connection, .. }, Some(f)) if f.connection == connection => {
+            (GatewayView::Connection { connection, .. }, Some(f)) if f.connection == connection => {
                 let content = f.unanswered.front().cloned().expect("a message is pending");
-                self.told = Told::Connection { connection, number: f.number };
+                self.told = GatewayView::Connection { connection, number: f.number };
                 Some(News::Message { connection, number: f.number, content })
             }
-            (Told::Connection { connection, .. }, _) => {
-                self.told = Told::Gone { connection };
+            (GatewayView::Connection { connection, .. }, _) => {
+                self.told = GatewayView::Gone { connection };
                 Some(News::Disconnected(connection))
             }
-            (Told::Unlisted | Told::Gone { .. } | Told::Nothing, _) => unreachable!("there are no news"),
+            (GatewayView::Unlisted | GatewayView::Gone { .. } | GatewayView::Nothing, _) => {
+                unreachable!("there are no news")
+            }
         }
     }
 
     /// Returns what a new gateway needs to know. From now on, it gets the news, beginning with the
     /// pending message.
-    pub fn inventory(&mut self) -> Option<Snapshot> {
-        assert_eq!(self.told, Told::Unlisted, "a gateway gets one inventory");
+    pub fn inventory(&mut self) -> Option<DeviceSnapshot> {
+        assert_eq!(self.told, GatewayView::Unlisted, "a gateway gets one inventory");
         let front_end = self.front_end.as_ref().filter(|f| !f.is_closing);
         self.told = match front_end {
-            Some(f) => Told::Connection { connection: f.connection, number: 0 },
-            None => Told::Nothing,
+            Some(f) => GatewayView::Connection { connection: f.connection, number: 0 },
+            None => GatewayView::Nothing,
         };
-        front_end.map(|f| Snapshot {
+        front_end.map(|f| DeviceSnapshot {
             kept: Kept { connection: f.connection, state: f.state.clone(), fds: f.kept.len() as u32 },
             fds: f.kept.iter().map(|(key, fd)| (*key, fd.clone())).collect(),
         })
@@ -263,7 +269,7 @@ impl Device {
         assert!(self.front_end.is_none(), "one front end at a time");
         assert!(connection > self.newest, "numbers of connections grow");
         self.newest = connection;
-        self.front_end = Some(FrontEnd {
+        self.front_end = Some(HeldFrontEnd {
             connection,
             unanswered: VecDeque::new(),
             number: 1,
@@ -274,7 +280,7 @@ impl Device {
         });
     }
 
-    fn received(&mut self, content: Content) {
+    fn received(&mut self, content: MessageContent) {
         assert!(self.reads(), "a message was read without space for it");
         let front_end = self.front_end.as_mut().expect("a front end that reads is connected");
         front_end.unanswered.push_back(content);
@@ -289,21 +295,21 @@ impl Device {
     fn done(
         &mut self,
         number: u64,
-        change: Change,
+        change: HeldChange,
         kept: Vec<SharedFd>,
-        reply: Option<Content>,
+        reply: Option<MessageContent>,
         close: bool,
-    ) -> Result<(), Refusal> {
+    ) -> Result<(), HolderRefusal> {
         let connection = change.connection;
         // Check everything before the first change.
         self.check_change(&change, &kept)?;
         if let Some(reply) = &reply {
             self.check_reply(reply)?;
         }
-        let is_told = self.told == Told::Connection { connection, number };
+        let is_told = self.told == GatewayView::Connection { connection, number };
         let front_end = self.current(connection)?;
         if !is_told || number == 0 || front_end.number != number || front_end.unanswered.is_empty() {
-            return Err(Refusal::NotPending { device: change.device, number });
+            return Err(HolderRefusal::NotPending { device: change.device, number });
         }
         front_end.apply(change, kept);
         front_end.unanswered.pop_front();
@@ -316,9 +322,9 @@ impl Device {
         Ok(())
     }
 
-    fn send(&mut self, connection: u64, content: Content) -> Result<(), Refusal> {
+    fn send(&mut self, connection: u64, content: MessageContent) -> Result<(), HolderRefusal> {
         self.check_reply(&content)?;
-        let busy = Refusal::FrontEndBusy(self.name.clone());
+        let busy = HolderRefusal::FrontEndBusy(self.name.clone());
         let front_end = self.current(connection)?;
         // The last place is for the reply to the pending message.
         if front_end.outbox.len() + 1 >= OUTBOX_MAX {
@@ -329,14 +335,14 @@ impl Device {
     }
 
     /// Returns the front end if it has this connection.
-    fn current(&mut self, connection: u64) -> Result<&mut FrontEnd, Refusal> {
+    fn current(&mut self, connection: u64) -> Result<&mut HeldFrontEnd, HolderRefusal> {
         match &mut self.front_end {
             Some(f) if f.connection == connection && !f.is_closing => Ok(f),
-            _ => Err(Refusal::ConnectionEnded { device: self.name.clone(), connection }),
+            _ => Err(HolderRefusal::ConnectionEnded { device: self.name.clone(), connection }),
         }
     }
 
-    fn check_change(&mut self, change: &Change, kept: &[SharedFd]) -> Result<(), Refusal> {
+    fn check_change(&mut self, change: &HeldChange, kept: &[SharedFd]) -> Result<(), HolderRefusal> {
         assert_eq!(change.keep.len(), kept.len(), "each key has a descriptor");
         assert!(kept.len() <= CALL_FDS_MAX, "a frame has a limited number of descriptors");
         assert!(
@@ -349,18 +355,18 @@ impl Device {
         let dropped: BTreeSet<_> = change.drop.iter().collect();
         let stay = front_end.kept.keys().filter(|key| !dropped.contains(key) && !keys.contains(key)).count();
         let count = stay + keys.len();
-        if count > max { Err(Refusal::TooManyKeptFds { count, max }) } else { Ok(()) }
+        if count > max { Err(HolderRefusal::TooManyKeptFds { count, max }) } else { Ok(()) }
     }
 
-    fn check_reply(&self, reply: &Content) -> Result<(), Refusal> {
+    fn check_reply(&self, reply: &MessageContent) -> Result<(), HolderRefusal> {
         assert!((1..=REPLY_BYTES_MAX).contains(&reply.bytes.len()), "the call was checked");
         let (count, max) = (reply.fds.len(), self.limits.reply_fds_max);
-        if count > max as usize { Err(Refusal::TooManyReplyFds { count, max }) } else { Ok(()) }
+        if count > max as usize { Err(HolderRefusal::TooManyReplyFds { count, max }) } else { Ok(()) }
     }
 }
 
-impl FrontEnd {
-    fn apply(&mut self, change: Change, kept: Vec<SharedFd>) {
+impl HeldFrontEnd {
+    fn apply(&mut self, change: HeldChange, kept: Vec<SharedFd>) {
         for key in change.drop {
             self.kept.remove(&key);
         }

@@ -13,7 +13,7 @@ use crate::protocol::{
 /// The reason why the holder refuses a call. A refused call has changed nothing.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[non_exhaustive]
-pub enum Refusal {
+pub enum HolderRefusal {
     /// The holder has no device of this name.
     #[error("the holder has no device `{0}`; add it first")]
     UnknownDevice(String),
@@ -196,7 +196,7 @@ pub enum ClientError {
     },
     /// The holder refuses the call.
     #[error(transparent)]
-    Refused(#[from] Refusal),
+    Refused(#[from] HolderRefusal),
     /// The connection to the holder ended. The outcome of unanswered calls is unknown.
     #[error("the connection to the holder ended: {0}; connect again, and continue from the inventory")]
     Lost(String),

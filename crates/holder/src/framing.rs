@@ -63,7 +63,7 @@ impl Framing {
     }
 
     /// Returns the length of the message that begins with `header`.
-    fn message_len(&self, header: &[u8]) -> Result<usize, Violation> {
+    fn message_len(&self, header: &[u8]) -> Result<usize, FramingViolation> {
         assert_eq!(header.len(), self.header_len as usize, "the header is complete");
         let at = self.length_at as usize;
         let field = header[at..].first_chunk().expect("the framing was checked: the header has the field");
@@ -71,10 +71,10 @@ impl Framing {
         let header_len = u64::from(self.header_len);
         let len = if self.length_counts_header { length } else { header_len + length };
         if len < header_len {
-            return Err(Violation::TooShort { len, header_len });
+            return Err(FramingViolation::TooShort { len, header_len });
         }
         if len > u64::from(self.message_bytes_max) {
-            return Err(Violation::TooLong { len, max: self.message_bytes_max });
+            return Err(FramingViolation::TooLong { len, max: self.message_bytes_max });
         }
         Ok(len as usize)
     }
@@ -109,7 +109,7 @@ pub enum FramingError {
 /// A violation of the framing by the peer. The peer's connection cannot be used any more.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
-pub enum Violation {
+pub enum FramingViolation {
     /// The length field states less than the header.
     #[error("a message claims a length of {len} bytes, but its header alone has {header_len} bytes")]
     TooShort {
@@ -187,10 +187,14 @@ impl Cutter {
     ///
     /// # Errors
     /// If the peer violates the framing. The cutter must not be used after that.
-    pub fn fill(&mut self, len: usize, mut fds: Vec<OwnedFd>) -> Result<Option<RawMessage>, Violation> {
+    pub fn fill(
+        &mut self,
+        len: usize,
+        mut fds: Vec<OwnedFd>,
+    ) -> Result<Option<RawMessage>, FramingViolation> {
         assert!(len <= self.buffer.len() - self.filled, "a read stays within its space");
         if fds.len() > self.fds_left() {
-            return Err(Violation::TooManyFds { max: self.framing.message_fds_max });
+            return Err(FramingViolation::TooManyFds { max: self.framing.message_fds_max });
         }
         self.fds.append(&mut fds);
         self.filled += len;
@@ -211,8 +215,8 @@ impl Cutter {
     }
 
     /// Returns the error for descriptors that the kernel has discarded.
-    pub(crate) fn fds_lost(&self) -> Violation {
-        Violation::FdsLost { max: self.framing.message_fds_max }
+    pub(crate) fn fds_lost(&self) -> FramingViolation {
+        FramingViolation::FdsLost { max: self.framing.message_fds_max }
     }
 }
 
@@ -223,7 +227,7 @@ mod tests {
     use super::*;
 
     /// Feeds `stream` to a cutter in reads of these lengths, which repeat.
-    fn cut(framing: Framing, stream: &[u8], reads: &[usize]) -> Result<Vec<Bytes>, Violation> {
+    fn cut(framing: Framing, stream: &[u8], reads: &[usize]) -> Result<Vec<Bytes>, FramingViolation> {
         let mut cutter = Cutter::new(framing);
         let (mut at, mut messages) = (0, Vec::new());
         for read in reads.iter().cycle() {
@@ -294,7 +298,7 @@ mod tests {
             [&[6, 0, 0, 0, 1, 2][..], &[4, 0, 0, 0][..]]
         );
         let refused = cut(framing, &[3, 0, 0, 0], &[100]).unwrap_err();
-        assert_eq!(refused, Violation::TooShort { len: 3, header_len: 4 });
+        assert_eq!(refused, FramingViolation::TooShort { len: 3, header_len: 4 });
     }
 
     #[test]
@@ -302,9 +306,9 @@ mod tests {
         let longest = vhost_user(&[0; 4096]);
         assert_eq!(cut(Framing::VHOST_USER, &longest, &[5000]).unwrap(), [longest]);
         let refused = cut(Framing::VHOST_USER, &vhost_user(&[0; 4097])[..12], &[12]).unwrap_err();
-        assert_eq!(refused, Violation::TooLong { len: 4109, max: 4108 });
+        assert_eq!(refused, FramingViolation::TooLong { len: 4109, max: 4108 });
         let wrapped = [[7; 8].as_slice(), &u32::MAX.to_le_bytes()].concat();
-        assert!(matches!(cut(Framing::VHOST_USER, &wrapped, &[12]), Err(Violation::TooLong { .. })));
+        assert!(matches!(cut(Framing::VHOST_USER, &wrapped, &[12]), Err(FramingViolation::TooLong { .. })));
     }
 
     #[test]
@@ -318,7 +322,7 @@ mod tests {
         let message = cutter.fill(8, null(3)).unwrap().unwrap();
         assert_eq!((message.fds.len(), cutter.fds_left()), (8, 8));
         assert!(cutter.fill(4, null(5)).unwrap().is_none());
-        assert_eq!(cutter.fill(1, null(4)).unwrap_err(), Violation::TooManyFds { max: 8 });
+        assert_eq!(cutter.fill(1, null(4)).unwrap_err(), FramingViolation::TooManyFds { max: 8 });
     }
 
     #[test]

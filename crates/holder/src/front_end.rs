@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use tokio::net::UnixListener;
 
-use crate::device::{Content, Device, Event};
+use crate::device::{DeviceMachine, HeldDeviceEvent, MessageContent};
 use crate::devices::Shared;
 use crate::framing::Cutter;
 use crate::held_device::HeldDevice;
@@ -30,12 +30,12 @@ pub(crate) async fn serve(device: Rc<HeldDevice>, listener: UnixListener, shared
             }
         };
         let connection = shared.next_connection();
-        step(&device, Event::Connected(connection), &shared);
+        step(&device, HeldDeviceEvent::Connected(connection), &shared);
         tracing::debug!(device = device.name, connection, "a front end has connected");
         let end = talk(&device, &stream, &shared).await;
         // Disconnect the front end first, then let the device forget it.
         drop(stream);
-        step(&device, Event::Ended, &shared);
+        step(&device, HeldDeviceEvent::Ended, &shared);
         match end {
             Ok(()) => tracing::debug!(device = device.name, connection, "the gateway closed the connection"),
             Err(ReceiveError::Closed) => {
@@ -63,12 +63,13 @@ async fn talk(device: &Rc<HeldDevice>, stream: &FdStream, shared: &Shared) -> Re
     let mut cutter = Cutter::new(device.framing);
     let mut sending: Option<Sending> = None;
     loop {
-        if device.look(Device::is_over) {
+        if device.look(DeviceMachine::is_over) {
             return Ok(());
         }
-        let reads = device.look(Device::reads);
+        let reads = device.look(DeviceMachine::reads);
         if sending.is_none() {
-            sending = device.look(Device::outgoing).map(|content| Sending::new(content.bytes, content.fds));
+            sending =
+                device.look(DeviceMachine::outgoing).map(|content| Sending::new(content.bytes, content.fds));
         }
         let write = async {
             match &mut sending {
@@ -80,7 +81,7 @@ async fn talk(device: &Rc<HeldDevice>, stream: &FdStream, shared: &Shared) -> Re
             received = stream.receive(&mut cutter), if reads => {
                 let message = received?;
                 let fds = message.fds.into_iter().map(SharedFd::new).collect();
-                step(device, Event::Received(Content { bytes: message.bytes, fds }), shared);
+                step(device, HeldDeviceEvent::Received(MessageContent { bytes: message.bytes, fds }), shared);
             }
             // While the holder does not read, notice at least the end of the front end.
             closed = stream.closed(), if !reads => {
@@ -90,7 +91,7 @@ async fn talk(device: &Rc<HeldDevice>, stream: &FdStream, shared: &Shared) -> Re
             written = write => {
                 written?;
                 sending = None;
-                step(device, Event::Written, shared);
+                step(device, HeldDeviceEvent::Written, shared);
             }
             () = device.changed() => {}
         }
@@ -98,6 +99,6 @@ async fn talk(device: &Rc<HeldDevice>, stream: &FdStream, shared: &Shared) -> Re
 }
 
 /// Applies an event of the front end.
-fn step(device: &Rc<HeldDevice>, event: Event, shared: &Shared) {
+fn step(device: &Rc<HeldDevice>, event: HeldDeviceEvent, shared: &Shared) {
     device.step(event, &shared.news).expect("only calls of the gateway are refused");
 }

@@ -3,7 +3,7 @@
 use bytes::Bytes;
 
 use crate::framing::{Cutter, Framing};
-use crate::protocol::{Hello, ToGateway, ToHolder, Welcome, decode};
+use crate::protocol::{GatewayHello, HolderWelcome, ToGateway, ToHolder, decode};
 
 /// Cuts `stream` into messages, with reads of up to `read_bytes_max` bytes. Returns the messages before
 /// the first violation.
@@ -32,5 +32,5 @@ pub fn cut(framing: Framing, stream: &[u8], read_bytes_max: usize) -> Vec<Bytes>
 pub fn control(body: &[u8]) {
     // Fuzzing checks for panics only; ignore the results.
     let _ = (decode::<ToHolder>(body), decode::<ToGateway>(body));
-    let _ = (Hello::decode(body), Welcome::decode(body));
+    let _ = (GatewayHello::decode(body), HolderWelcome::decode(body));
 }

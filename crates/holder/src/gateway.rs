@@ -7,12 +7,13 @@ use std::rc::Rc;
 use tokio::net::UnixStream;
 use tokio::sync::Notify;
 
-use crate::device::{Device, News};
+use crate::device::{DeviceMachine, News};
 use crate::devices::{Devices, Shared};
 use crate::framing::{Cutter, Framing, RawMessage};
 use crate::held_device::HeldDevice;
 use crate::protocol::{
-    BadFrame, CALL_FDS_MAX, Call, FRAMES, Frame, Hello, ToGateway, ToHolder, Versions, Welcome, decode, open,
+    BadFrame, CALL_FDS_MAX, FRAMES, GatewayHello, HolderCall, HolderFrame, HolderWelcome, ToGateway,
+    ToHolder, Versions, decode, open,
 };
 use crate::socket::{FdStream, ReceiveError, Sending};
 
@@ -42,11 +43,11 @@ pub(crate) async fn greet(stream: UnixStream) -> Result<FdStream, String> {
         return Err(format!("it belongs to another user (uid {uid})"));
     }
     let hello = stream.receive(&mut Cutter::new(HELLO)).await.map_err(|e| e.to_string())?;
-    let Hello(versions) =
-        open(hello).and_then(|(body, _)| Hello::decode(&body)).map_err(|e| e.to_string())?;
+    let GatewayHello(versions) =
+        open(hello).and_then(|(body, _)| GatewayHello::decode(&body)).map_err(|e| e.to_string())?;
     let chosen = Versions::OWN.common(versions);
-    let welcome = Welcome { supported: Versions::OWN, chosen };
-    let mut sending = Frame::raw(&welcome.encode(), Vec::new()).into();
+    let welcome = HolderWelcome { supported: Versions::OWN, chosen };
+    let mut sending = HolderFrame::raw(&welcome.encode(), Vec::new()).into();
     stream.send(&mut sending).await.map_err(|e| e.to_string())?;
     match chosen {
         Some(_) => Ok(stream),
@@ -86,7 +87,7 @@ pub(crate) async fn serve(
             () = replaced.notified() => {
                 if !is_begun {
                     // A gateway that does not read only notices the end of its connection.
-                    let _ = stream.send_now(&mut Frame::of(&ToGateway::Replaced, Vec::new()).into());
+                    let _ = stream.send_now(&mut HolderFrame::of(&ToGateway::Replaced, Vec::new()).into());
                 }
                 return GatewayEnd::Replaced;
             }
@@ -96,7 +97,7 @@ pub(crate) async fn serve(
             },
             () = shared.news.arrived(), if is_idle => {}
             received = stream.receive(&mut cutter), if reads => match execute(received, &devices) {
-                Ok(Executed { answer, stops }) => {
+                Ok(ExecutedFrame { answer, stops }) => {
                     frames.answers.extend(answer);
                     is_stopping = stops;
                 }
@@ -107,7 +108,7 @@ pub(crate) async fn serve(
 }
 
 /// The outcome of a frame of the gateway.
-struct Executed {
+struct ExecutedFrame {
     answer: Option<ToGateway>,
     /// Whether the holder ends now.
     stops: bool,
@@ -117,19 +118,19 @@ struct Executed {
 fn execute(
     received: Result<RawMessage, ReceiveError>,
     devices: &RefCell<Devices>,
-) -> Result<Executed, String> {
+) -> Result<ExecutedFrame, String> {
     let frame = received.map_err(|e| e.to_string())?;
     let executed = open(frame).and_then(|(body, fds)| {
         let mut devices = devices.borrow_mut();
         match decode(&body)? {
             ToHolder::Acknowledge { device, connection } => {
                 devices.acknowledge(&device, connection);
-                Ok(Executed { answer: None, stops: false })
+                Ok(ExecutedFrame { answer: None, stops: false })
             }
             ToHolder::Call { call, body } => {
-                let stops = matches!(body, Call::Stop);
+                let stops = matches!(body, HolderCall::Stop);
                 let result = devices.execute(body, fds)?;
-                Ok(Executed { answer: Some(ToGateway::Answer { call, result }), stops })
+                Ok(ExecutedFrame { answer: Some(ToGateway::Answer { call, result }), stops })
             }
         }
     });
@@ -140,7 +141,7 @@ fn execute(
 struct Frames {
     answers: VecDeque<ToGateway>,
     /// The rest of the frames of one device in the inventory.
-    begun: VecDeque<Frame>,
+    begun: VecDeque<HolderFrame>,
     /// The devices that the inventory does not have yet.
     unlisted: VecDeque<Rc<HeldDevice>>,
     is_complete: bool,
@@ -159,9 +160,9 @@ impl Frames {
     }
 
     /// Returns the next frame to send. At the end, only answers are sent.
-    fn next(&mut self, only_answers: bool) -> Option<Frame> {
+    fn next(&mut self, only_answers: bool) -> Option<HolderFrame> {
         if let Some(answer) = self.answers.pop_front() {
-            return Some(Frame::of(&answer, Vec::new()));
+            return Some(HolderFrame::of(&answer, Vec::new()));
         }
         if only_answers {
             return None;
@@ -169,7 +170,7 @@ impl Frames {
         self.begun.pop_front().or_else(|| self.inventory()).or_else(|| self.news())
     }
 
-    fn inventory(&mut self) -> Option<Frame> {
+    fn inventory(&mut self) -> Option<HolderFrame> {
         while let Some(device) = self.unlisted.pop_front() {
             if !device.is_removed() {
                 self.begun = list(&device).into();
@@ -179,12 +180,12 @@ impl Frames {
             }
         }
         (!std::mem::replace(&mut self.is_complete, true))
-            .then(|| Frame::of(&ToGateway::InventoryComplete, Vec::new()))
+            .then(|| HolderFrame::of(&ToGateway::InventoryComplete, Vec::new()))
     }
 
-    fn news(&self) -> Option<Frame> {
+    fn news(&self) -> Option<HolderFrame> {
         while let Some(device) = self.shared.news.take() {
-            if let Some(news) = device.take(Device::news).filter(|_| !device.is_removed()) {
+            if let Some(news) = device.take(DeviceMachine::news).filter(|_| !device.is_removed()) {
                 self.shared.news.offer(&device);
                 return Some(tell(&device.name, news));
             }
@@ -194,8 +195,8 @@ impl Frames {
 }
 
 /// Returns the frames that list a device in the inventory.
-fn list(device: &HeldDevice) -> Vec<Frame> {
-    let snapshot = device.take(Device::inventory);
+fn list(device: &HeldDevice) -> Vec<HolderFrame> {
+    let snapshot = device.take(DeviceMachine::inventory);
     let (kept, fds) = snapshot.map(|snapshot| (snapshot.kept, snapshot.fds)).unzip();
     let listed = ToGateway::Device {
         device: device.name.clone(),
@@ -203,24 +204,26 @@ fn list(device: &HeldDevice) -> Vec<Frame> {
         framing: device.framing,
         front_end: kept,
     };
-    let mut frames = vec![Frame::of(&listed, Vec::new())];
+    let mut frames = vec![HolderFrame::of(&listed, Vec::new())];
     for part in fds.unwrap_or_default().chunks(CALL_FDS_MAX) {
         let (keys, fds) = part.iter().cloned().unzip();
-        frames.push(Frame::of(&ToGateway::Keys(keys), fds));
+        frames.push(HolderFrame::of(&ToGateway::Keys(keys), fds));
     }
     frames
 }
 
-fn tell(name: &str, news: News) -> Frame {
+fn tell(name: &str, news: News) -> HolderFrame {
     let device = name.to_owned();
     match news {
-        News::Connected(connection) => Frame::of(&ToGateway::Connected { device, connection }, Vec::new()),
+        News::Connected(connection) => {
+            HolderFrame::of(&ToGateway::Connected { device, connection }, Vec::new())
+        }
         News::Disconnected(connection) => {
-            Frame::of(&ToGateway::Disconnected { device, connection }, Vec::new())
+            HolderFrame::of(&ToGateway::Disconnected { device, connection }, Vec::new())
         }
         News::Message { connection, number, content } => {
             let message = ToGateway::Message { device, connection, number, bytes: content.bytes };
-            Frame::of(&message, content.fds)
+            HolderFrame::of(&message, content.fds)
         }
     }
 }

@@ -6,8 +6,8 @@ use std::rc::Rc;
 
 use tokio::sync::Notify;
 
-use crate::device::{Device, Event};
-use crate::error::Refusal;
+use crate::device::{DeviceMachine, HeldDeviceEvent};
+use crate::error::HolderRefusal;
 use crate::framing::Framing;
 
 /// A device of the holder. The task of its front end and the connection of the gateway share it.
@@ -19,7 +19,7 @@ pub(crate) struct HeldDevice {
     pub path: String,
     /// How the messages of its front ends are cut.
     pub framing: Framing,
-    machine: RefCell<Device>,
+    machine: RefCell<DeviceMachine>,
     /// Wakes the task of the front end.
     changed: Notify,
     is_in_queue: Cell<bool>,
@@ -27,7 +27,7 @@ pub(crate) struct HeldDevice {
 }
 
 impl HeldDevice {
-    pub fn new(path: String, framing: Framing, name: String, machine: Device) -> HeldDevice {
+    pub fn new(path: String, framing: Framing, name: String, machine: DeviceMachine) -> HeldDevice {
         HeldDevice {
             name,
             path,
@@ -40,7 +40,7 @@ impl HeldDevice {
     }
 
     /// Applies an event and wakes the tasks that have work now.
-    pub fn step(self: &Rc<Self>, event: Event, queue: &NewsQueue) -> Result<(), Refusal> {
+    pub fn step(self: &Rc<Self>, event: HeldDeviceEvent, queue: &NewsQueue) -> Result<(), HolderRefusal> {
         let result = self.machine.borrow_mut().step(event);
         self.changed.notify_one();
         queue.offer(self);
@@ -48,12 +48,12 @@ impl HeldDevice {
     }
 
     /// Reads the state machine.
-    pub fn look<T>(&self, look: impl FnOnce(&Device) -> T) -> T {
+    pub fn look<T>(&self, look: impl FnOnce(&DeviceMachine) -> T) -> T {
         look(&self.machine.borrow())
     }
 
     /// Takes news or the inventory from the state machine.
-    pub fn take<T>(&self, take: impl FnOnce(&mut Device) -> T) -> T {
+    pub fn take<T>(&self, take: impl FnOnce(&mut DeviceMachine) -> T) -> T {
         take(&mut self.machine.borrow_mut())
     }
 
@@ -84,7 +84,7 @@ pub(crate) struct NewsQueue {
 impl NewsQueue {
     /// Adds the device if it has news and is not in the queue.
     pub fn offer(&self, device: &Rc<HeldDevice>) {
-        let has_news = !device.is_removed() && device.look(Device::has_news);
+        let has_news = !device.is_removed() && device.look(DeviceMachine::has_news);
         if has_news && !device.is_in_queue.replace(true) {
             self.devices.borrow_mut().push_back(device.clone());
             self.arrived.notify_one();

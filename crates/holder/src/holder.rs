@@ -23,17 +23,17 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// The limits of a holder. The memory of a device is limited to its state (1 MiB), 4 messages of its
 /// front end (64 KiB each at most) and 4 messages to it (64 KiB each).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Limits {
+pub struct HolderLimits {
     /// Maximum number of devices.
     pub devices_max: usize,
     /// Maximum number of descriptors that the holder keeps for a device.
     pub kept_fds_max: usize,
 }
 
-impl Default for Limits {
+impl Default for HolderLimits {
     /// 1024 devices. A device may keep 512 descriptors for memory, and two for each of 16 queues.
-    fn default() -> Limits {
-        Limits { devices_max: 1024, kept_fds_max: 512 + 2 * 16 }
+    fn default() -> HolderLimits {
+        HolderLimits { devices_max: 1024, kept_fds_max: 512 + 2 * 16 }
     }
 }
 
@@ -46,14 +46,14 @@ pub struct HolderConfig {
     /// Permissions of the sockets of devices, such as `0o600`.
     pub device_socket_mode: u32,
     /// The limits.
-    pub limits: Limits,
+    pub limits: HolderLimits,
 }
 
 impl HolderConfig {
     /// Returns the configuration with default values.
     #[must_use]
     pub fn new(control: impl Into<PathBuf>) -> HolderConfig {
-        HolderConfig { control: control.into(), device_socket_mode: 0o600, limits: Limits::default() }
+        HolderConfig { control: control.into(), device_socket_mode: 0o600, limits: HolderLimits::default() }
     }
 }
 

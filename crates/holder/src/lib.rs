@@ -59,11 +59,12 @@ mod socket;
 mod socket_file;
 
 pub use client::{
-    Answer, Deposit, Done, Event, Events, HeldConnection, HolderClient, InventoryDevice, Message, Reply,
+    Deposit, Done, FrontEndReply, HeldConnection, HeldMessage, HolderAnswer, HolderClient, HolderEvent,
+    HolderEvents, InventoryDevice,
 };
-pub use error::{ClientError, HolderError, Refusal, SocketFileError};
+pub use error::{ClientError, HolderError, HolderRefusal, SocketFileError};
 pub use framing::{Framing, FramingError, HEADER_BYTES_MAX, MESSAGE_BYTES_MAX, MESSAGE_FDS_MAX};
-pub use holder::{Holder, HolderConfig, Limits, Stopped};
+pub use holder::{Holder, HolderConfig, HolderLimits, Stopped};
 pub use protocol::{
     CALL_FDS_MAX, CALLS_MAX, DEVICE_NAME_BYTES_MAX, DROP_KEYS_MAX, OUTBOX_MAX, PATH_BYTES_MAX,
     REPLY_BYTES_MAX, STATE_BYTES_MAX, SharedFd, Versions,

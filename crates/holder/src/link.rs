@@ -7,27 +7,27 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use tokio::sync::{mpsc, oneshot};
 
-use crate::client::{Event, HeldConnection, InventoryDevice, Message};
-use crate::error::{ClientError, Refusal};
+use crate::client::{HeldConnection, HeldMessage, HolderEvent, InventoryDevice};
+use crate::error::{ClientError, HolderRefusal};
 use crate::framing::{Cutter, RawMessage};
-use crate::protocol::{Call, FRAMES, Frame, Kept, SharedFd, ToGateway, ToHolder, decode, open};
+use crate::protocol::{FRAMES, HolderCall, HolderFrame, Kept, SharedFd, ToGateway, ToHolder, decode, open};
 use crate::socket::{FdStream, ReceiveError, Sending};
 
 /// What the task of the connection sends.
 #[derive(Debug)]
 pub(crate) enum Queued {
     /// A call.
-    Call { body: Call, fds: Vec<SharedFd>, answer: oneshot::Sender<Result<(), ClientError>> },
+    Call { body: HolderCall, fds: Vec<SharedFd>, answer: oneshot::Sender<Result<(), ClientError>> },
     /// The acknowledgement of a disconnect.
     Acknowledge { device: String, connection: u64 },
 }
 
 /// The task of a connection.
-pub(crate) struct Link {
+pub(crate) struct GatewayLink {
     stream: FdStream,
     cutter: Cutter,
     queued: mpsc::UnboundedReceiver<Queued>,
-    events: mpsc::UnboundedSender<Event>,
+    events: mpsc::UnboundedSender<HolderEvent>,
     /// The device of the inventory whose kept descriptors are arriving, and how many are missing.
     listed: Option<(InventoryDevice, usize)>,
     /// Number of the last call.
@@ -37,16 +37,25 @@ pub(crate) struct Link {
     unanswered: Arc<AtomicUsize>,
 }
 
-impl Link {
+impl GatewayLink {
     /// Prepares the task for a connection on which both sides have agreed on a version.
     pub fn new(
         stream: FdStream,
         queued: mpsc::UnboundedReceiver<Queued>,
-        events: mpsc::UnboundedSender<Event>,
+        events: mpsc::UnboundedSender<HolderEvent>,
         unanswered: Arc<AtomicUsize>,
-    ) -> Link {
+    ) -> GatewayLink {
         let cutter = Cutter::new(FRAMES);
-        Link { stream, cutter, queued, events, listed: None, calls: 0, waiting: VecDeque::new(), unanswered }
+        GatewayLink {
+            stream,
+            cutter,
+            queued,
+            events,
+            listed: None,
+            calls: 0,
+            waiting: VecDeque::new(),
+            unanswered,
+        }
     }
 
     /// Exchanges frames until the connection ends. Then all callers, and `end`, get the reason.
@@ -113,15 +122,15 @@ impl Link {
         }
     }
 
-    fn encode(&mut self, queued: Queued) -> Frame {
+    fn encode(&mut self, queued: Queued) -> HolderFrame {
         match queued {
             Queued::Call { body, fds, answer } => {
                 self.calls += 1;
                 self.waiting.push_back((self.calls, answer));
-                Frame::of(&ToHolder::Call { call: self.calls, body }, fds)
+                HolderFrame::of(&ToHolder::Call { call: self.calls, body }, fds)
             }
             Queued::Acknowledge { device, connection } => {
-                Frame::of(&ToHolder::Acknowledge { device, connection }, Vec::new())
+                HolderFrame::of(&ToHolder::Acknowledge { device, connection }, Vec::new())
             }
         }
     }
@@ -152,19 +161,21 @@ impl Link {
                 return Ok(());
             }
             ToGateway::Keys(keys) => return self.keys(keys, fds),
-            ToGateway::InventoryComplete => Event::InventoryComplete,
-            ToGateway::Connected { device, connection } => Event::Connected { device, connection },
+            ToGateway::InventoryComplete => HolderEvent::InventoryComplete,
+            ToGateway::Connected { device, connection } => HolderEvent::Connected { device, connection },
             ToGateway::Message { device, connection, number, bytes } => {
-                Event::Message(Message { device, connection, number, bytes, fds })
+                HolderEvent::Message(HeldMessage { device, connection, number, bytes, fds })
             }
-            ToGateway::Disconnected { device, connection } => Event::Disconnected { device, connection },
+            ToGateway::Disconnected { device, connection } => {
+                HolderEvent::Disconnected { device, connection }
+            }
             ToGateway::Replaced => return Err(ClientError::Replaced),
         };
         self.pass(event);
         Ok(())
     }
 
-    fn answered(&mut self, call: u64, result: Result<(), Refusal>) -> Result<(), ClientError> {
+    fn answered(&mut self, call: u64, result: Result<(), HolderRefusal>) -> Result<(), ClientError> {
         match self.waiting.pop_front() {
             Some((number, answer)) if number == call => {
                 let before = self.unanswered.fetch_sub(1, Ordering::Relaxed);
@@ -193,11 +204,11 @@ impl Link {
     /// Passes the device of the inventory on if it is complete.
     fn pass_listed(&mut self) {
         if let Some((device, _)) = self.listed.take_if(|(_, missing)| *missing == 0) {
-            self.pass(Event::Device(device));
+            self.pass(HolderEvent::Device(device));
         }
     }
 
-    fn pass(&self, event: Event) {
+    fn pass(&self, event: HolderEvent) {
         // If the events were dropped, the task ends next.
         let _ = self.events.send(event);
     }

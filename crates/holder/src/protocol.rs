@@ -5,9 +5,9 @@
 //! descriptors arrive with the frame as `SCM_RIGHTS`.
 //!
 //! The first frame of each side has a fixed layout, so that sides of any versions can compare their
-//! versions: [`Hello`] of the gateway, then [`Welcome`] of the holder. All further bodies are encoded
-//! by postcard: [`ToHolder`] and [`ToGateway`]. The holder answers the calls of a gateway in their
-//! order.
+//! versions: [`GatewayHello`] of the gateway, then [`HolderWelcome`] of the holder. All further
+//! bodies are encoded by postcard: [`ToHolder`] and [`ToGateway`]. The holder answers the calls of
+//! a gateway in their order.
 
 use std::fmt;
 use std::os::fd::OwnedFd;
@@ -17,7 +17,7 @@ use bytes::{BufMut, Bytes, BytesMut};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use crate::error::{Refusal, SocketFileError};
+use crate::error::{HolderRefusal, SocketFileError};
 use crate::framing::{Framing, RawMessage};
 
 /// Maximum length of the state of a device, in bytes.
@@ -85,19 +85,19 @@ impl fmt::Display for Versions {
 
 /// The first frame of a gateway: magic, oldest version, newest version.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Hello(pub Versions);
+pub struct GatewayHello(pub Versions);
 
 /// The first frame of the holder: magic, oldest version, newest version, and the version that the
 /// connection uses from now on. The last number is 0 if the sides have no version in common.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Welcome {
+pub struct HolderWelcome {
     /// The versions that the holder supports.
     pub supported: Versions,
     /// The version of the connection.
     pub chosen: Option<u32>,
 }
 
-impl Hello {
+impl GatewayHello {
     pub(crate) fn encode(self) -> Bytes {
         numbers(&[self.0.min, self.0.max])
     }
@@ -106,13 +106,13 @@ impl Hello {
     ///
     /// # Errors
     /// If the body is not a hello.
-    pub fn decode(body: &[u8]) -> Result<Hello, BadFrame> {
+    pub fn decode(body: &[u8]) -> Result<GatewayHello, BadFrame> {
         let [min, max] = read_numbers(body)?;
-        Ok(Hello(Versions { min, max }))
+        Ok(GatewayHello(Versions { min, max }))
     }
 }
 
-impl Welcome {
+impl HolderWelcome {
     pub(crate) fn encode(self) -> Bytes {
         numbers(&[self.supported.min, self.supported.max, self.chosen.unwrap_or(0)])
     }
@@ -121,9 +121,9 @@ impl Welcome {
     ///
     /// # Errors
     /// If the body is not a welcome.
-    pub fn decode(body: &[u8]) -> Result<Welcome, BadFrame> {
+    pub fn decode(body: &[u8]) -> Result<HolderWelcome, BadFrame> {
         let [min, max, chosen] = read_numbers(body)?;
-        Ok(Welcome { supported: Versions { min, max }, chosen: (chosen != 0).then_some(chosen) })
+        Ok(HolderWelcome { supported: Versions { min, max }, chosen: (chosen != 0).then_some(chosen) })
     }
 }
 
@@ -168,7 +168,7 @@ pub enum ToHolder {
         /// Number of the call. Calls of a connection are numbered from 1.
         call: u64,
         /// What the holder shall do.
-        body: Call,
+        body: HolderCall,
     },
     /// The gateway has received [`ToGateway::Disconnected`].
     Acknowledge {
@@ -181,7 +181,7 @@ pub enum ToHolder {
 
 /// A call of the gateway.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Call {
+pub enum HolderCall {
     /// Adds a device and listens at its socket.
     Add {
         /// Name of the device.
@@ -201,14 +201,14 @@ pub enum Call {
         /// Number of the answered message.
         number: u64,
         /// Changes of the device's state.
-        change: Change,
+        change: HeldChange,
         /// Bytes of the reply.
         reply: Option<Bytes>,
         /// Whether the connection of the front end ends after the reply.
         close: bool,
     },
     /// Changes the state without a message. The frame has the descriptors to keep.
-    Deposit(Change),
+    Deposit(HeldChange),
     /// Sends a message to the front end. The frame has the descriptors of the message.
     Send {
         /// Name of the device.
@@ -222,37 +222,37 @@ pub enum Call {
     Stop,
 }
 
-impl Call {
+impl HolderCall {
     /// Checks the lengths of all parts. Both sides check them: so a call fits into a frame, and the
     /// holder can name the device in its answer.
     ///
     /// # Errors
     /// If a part is too long, or if a message to the front end is empty.
-    pub(crate) fn check(&self) -> Result<(), Refusal> {
+    pub(crate) fn check(&self) -> Result<(), HolderRefusal> {
         let (device, change, message) = match self {
-            Call::Add { device, .. } | Call::Remove { device } => (device, None, None),
-            Call::Done { change, reply, .. } => (&change.device, Some(change), reply.as_ref()),
-            Call::Deposit(change) => (&change.device, Some(change), None),
-            Call::Send { device, bytes, .. } => (device, None, Some(bytes)),
-            Call::Stop => return Ok(()),
+            HolderCall::Add { device, .. } | HolderCall::Remove { device } => (device, None, None),
+            HolderCall::Done { change, reply, .. } => (&change.device, Some(change), reply.as_ref()),
+            HolderCall::Deposit(change) => (&change.device, Some(change), None),
+            HolderCall::Send { device, bytes, .. } => (device, None, Some(bytes)),
+            HolderCall::Stop => return Ok(()),
         };
         if !(1..=DEVICE_NAME_BYTES_MAX).contains(&device.len()) || device.chars().any(char::is_control) {
-            return Err(Refusal::BadName(start_of(device)));
+            return Err(HolderRefusal::BadName(start_of(device)));
         }
-        if let Call::Add { path, .. } = self
+        if let HolderCall::Add { path, .. } = self
             && path.len() > PATH_BYTES_MAX
         {
             return Err(SocketFileError::BadPath(start_of(path)).into());
         }
         if let Some(len) = message.map(Bytes::len).filter(|len| !(1..=REPLY_BYTES_MAX).contains(len)) {
-            return Err(Refusal::BadReplyLength(len));
+            return Err(HolderRefusal::BadReplyLength(len));
         }
         let Some(change) = change else { return Ok(()) };
         if let Some(len) = change.state.as_ref().map(Bytes::len).filter(|len| *len > STATE_BYTES_MAX) {
-            return Err(Refusal::StateTooLong(len));
+            return Err(HolderRefusal::StateTooLong(len));
         }
         if change.drop.len() > DROP_KEYS_MAX {
-            return Err(Refusal::TooManyDropKeys(change.drop.len()));
+            return Err(HolderRefusal::TooManyDropKeys(change.drop.len()));
         }
         Ok(())
     }
@@ -267,7 +267,7 @@ fn start_of(text: &str) -> String {
 
 /// A change of what the holder keeps for a front end's connection.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Change {
+pub struct HeldChange {
     /// Name of the device.
     pub device: String,
     /// Number of the front end's connection.
@@ -288,7 +288,7 @@ pub enum ToGateway {
         /// Number of the call.
         call: u64,
         /// Whether the call took effect.
-        result: Result<(), Refusal>,
+        result: Result<(), HolderRefusal>,
     },
     /// A device of the inventory.
     Device {
@@ -348,27 +348,27 @@ pub struct Kept {
 
 /// An encoded frame.
 #[derive(Debug, Clone)]
-pub(crate) struct Frame {
+pub(crate) struct HolderFrame {
     /// Header and body.
     pub bytes: Bytes,
     /// The descriptors.
     pub fds: Vec<SharedFd>,
 }
 
-impl Frame {
-    pub fn raw(body: &[u8], fds: Vec<SharedFd>) -> Frame {
+impl HolderFrame {
+    pub fn raw(body: &[u8], fds: Vec<SharedFd>) -> HolderFrame {
         assert!(body.len() <= FRAME_BYTES_MAX - FRAME_HEADER, "parts of a frame are limited");
         assert!(fds.len() <= CALL_FDS_MAX, "descriptors of a frame are limited");
         let mut bytes = BytesMut::with_capacity(FRAME_HEADER + body.len());
         bytes.put_u32_le(body.len() as u32);
         bytes.put_u32_le(fds.len() as u32);
         bytes.put_slice(body);
-        Frame { bytes: bytes.freeze(), fds }
+        HolderFrame { bytes: bytes.freeze(), fds }
     }
 
-    pub fn of(body: &impl Serialize, fds: Vec<SharedFd>) -> Frame {
+    pub fn of(body: &impl Serialize, fds: Vec<SharedFd>) -> HolderFrame {
         // Serializing plain data into memory cannot fail.
-        Frame::raw(&postcard::to_stdvec(body).expect("plain data can be serialized"), fds)
+        HolderFrame::raw(&postcard::to_stdvec(body).expect("plain data can be serialized"), fds)
     }
 }
 
@@ -382,7 +382,7 @@ pub(crate) fn open(frame: RawMessage) -> Result<(Bytes, Vec<OwnedFd>), BadFrame>
     Ok((frame.bytes.slice(FRAME_HEADER..), frame.fds))
 }
 
-/// Decodes a body that [`Frame::of`] has encoded.
+/// Decodes a body that [`HolderFrame::of`] has encoded.
 ///
 /// # Errors
 /// If the body has another form, or is too long or too short.
@@ -411,21 +411,21 @@ mod tests {
 
     #[test]
     fn hello_and_welcome_keep_their_layout_in_all_versions() {
-        let hello = Hello(Versions { min: 1, max: 0x0203 });
+        let hello = GatewayHello(Versions { min: 1, max: 0x0203 });
         assert_eq!(&hello.encode()[..], b"outboard-holder\0\x01\0\0\0\x03\x02\0\0");
-        assert_eq!(Hello::decode(&hello.encode()), Ok(hello));
+        assert_eq!(GatewayHello::decode(&hello.encode()), Ok(hello));
         for chosen in [None, Some(2)] {
-            let welcome = Welcome { supported: hello.0, chosen };
-            assert_eq!(Welcome::decode(&welcome.encode()), Ok(welcome));
+            let welcome = HolderWelcome { supported: hello.0, chosen };
+            assert_eq!(HolderWelcome::decode(&welcome.encode()), Ok(welcome));
         }
-        assert_eq!(Hello::decode(b"outboard-holder\0\x01\0\0\0"), Err(BadFrame::NotAHello));
-        assert_eq!(Hello::decode(b"GET / HTTP/1.1\r\n\r\n"), Err(BadFrame::NotAHello));
+        assert_eq!(GatewayHello::decode(b"outboard-holder\0\x01\0\0\0"), Err(BadFrame::NotAHello));
+        assert_eq!(GatewayHello::decode(b"GET / HTTP/1.1\r\n\r\n"), Err(BadFrame::NotAHello));
     }
 
     #[test]
     fn a_frame_states_its_descriptors() {
         let null: SharedFd = Arc::new(std::fs::File::open("/dev/null").unwrap().into());
-        let frame = Frame::of(&ToGateway::Keys(vec![7]), vec![null]);
+        let frame = HolderFrame::of(&ToGateway::Keys(vec![7]), vec![null]);
         let arrived = |fds| RawMessage { bytes: frame.bytes.clone(), fds };
         assert_eq!(open(arrived(vec![])).unwrap_err(), BadFrame::Fds { stated: 1, arrived: 0 });
         let (body, fds) = open(arrived(vec![std::fs::File::open("/dev/null").unwrap().into()])).unwrap();
@@ -435,7 +435,7 @@ mod tests {
 
     #[test]
     fn the_longest_call_fits_into_a_frame() {
-        let change = Change {
+        let change = HeldChange {
             device: "d".repeat(DEVICE_NAME_BYTES_MAX),
             connection: u64::MAX,
             state: Some(vec![0; STATE_BYTES_MAX].into()),
@@ -443,9 +443,9 @@ mod tests {
             drop: vec![u64::MAX; DROP_KEYS_MAX],
         };
         let reply = Some(vec![0; REPLY_BYTES_MAX].into());
-        let body = Call::Done { number: u64::MAX, change, reply, close: true };
+        let body = HolderCall::Done { number: u64::MAX, change, reply, close: true };
         let call = ToHolder::Call { call: u64::MAX, body };
-        assert!(Frame::of(&call, Vec::new()).bytes.len() <= FRAME_BYTES_MAX);
+        assert!(HolderFrame::of(&call, Vec::new()).bytes.len() <= FRAME_BYTES_MAX);
     }
 
     #[test]
@@ -453,10 +453,10 @@ mod tests {
         let long = "x".repeat(FRAME_BYTES_MAX);
         let framing = Framing::VHOST_USER;
         for call in [
-            Call::Remove { device: long.clone() },
-            Call::Add { device: "d".into(), path: long.clone(), framing },
-            Call::Add { device: long.clone(), path: "/d".into(), framing },
-            Call::Send { device: long, connection: 1, bytes: Bytes::from_static(b"x") },
+            HolderCall::Remove { device: long.clone() },
+            HolderCall::Add { device: "d".into(), path: long.clone(), framing },
+            HolderCall::Add { device: long.clone(), path: "/d".into(), framing },
+            HolderCall::Send { device: long, connection: 1, bytes: Bytes::from_static(b"x") },
         ] {
             let refused = call.check().unwrap_err();
             assert!(refused.to_string().len() < 400, "{refused}");
@@ -468,7 +468,7 @@ mod tests {
         fn arbitrary_bodies_never_panic(body in proptest::collection::vec(any::<u8>(), 0..300)) {
             // The decoders may refuse the bytes.
             let _ = (decode::<ToHolder>(&body), decode::<ToGateway>(&body));
-            let _ = (Hello::decode(&body), Welcome::decode(&body));
+            let _ = (GatewayHello::decode(&body), HolderWelcome::decode(&body));
         }
     }
 }

@@ -14,8 +14,8 @@ use rustix::net::{
 use tokio::io::Interest;
 use tokio::net::UnixStream;
 
-use crate::framing::{Cutter, RawMessage, Violation};
-use crate::protocol::{CALL_FDS_MAX, Frame, SharedFd};
+use crate::framing::{Cutter, FramingViolation, RawMessage};
+use crate::protocol::{CALL_FDS_MAX, HolderFrame, SharedFd};
 
 /// Space for the descriptors of one read or write.
 const FDS_SPACE: usize = rustix::cmsg_space!(ScmRights(CALL_FDS_MAX));
@@ -30,7 +30,7 @@ pub(crate) enum ReceiveError {
     Closed,
     /// The peer violates the framing.
     #[error(transparent)]
-    Violation(#[from] Violation),
+    Violation(#[from] FramingViolation),
     /// The operating system reports an error.
     #[error(transparent)]
     Io(#[from] io::Error),
@@ -64,8 +64,8 @@ impl Sending {
     }
 }
 
-impl From<Frame> for Sending {
-    fn from(frame: Frame) -> Sending {
+impl From<HolderFrame> for Sending {
+    fn from(frame: HolderFrame) -> Sending {
         Sending::new(frame.bytes, frame.fds)
     }
 }
@@ -138,14 +138,14 @@ impl FdStream {
 }
 
 /// The result of one read.
-struct Read {
+struct SocketRead {
     len: usize,
     fds: Vec<OwnedFd>,
     /// Whether the kernel discarded descriptors.
     is_cut_off: bool,
 }
 
-fn receive_once(socket: BorrowedFd<'_>, space: &mut [u8], fds_max: usize) -> io::Result<Read> {
+fn receive_once(socket: BorrowedFd<'_>, space: &mut [u8], fds_max: usize) -> io::Result<SocketRead> {
     let mut control_space = [MaybeUninit::uninit(); FDS_SPACE];
     let control_len = if fds_max == 0 { 0 } else { rustix::cmsg_space!(ScmRights(fds_max)) };
     let mut control = RecvAncillaryBuffer::new(&mut control_space[..control_len]);
@@ -157,7 +157,7 @@ fn receive_once(socket: BorrowedFd<'_>, space: &mut [u8], fds_max: usize) -> io:
             fds.extend(arrived);
         }
     }
-    Ok(Read { len: received.bytes, fds, is_cut_off: received.flags.contains(ReturnFlags::CTRUNC) })
+    Ok(SocketRead { len: received.bytes, fds, is_cut_off: received.flags.contains(ReturnFlags::CTRUNC) })
 }
 
 fn send_once(socket: BorrowedFd<'_>, sending: &Sending) -> io::Result<usize> {
@@ -221,7 +221,9 @@ mod tests {
             assert!(
                 matches!(
                     refused,
-                    ReceiveError::Violation(Violation::TooManyFds { max: 8 } | Violation::FdsLost { max: 8 })
+                    ReceiveError::Violation(
+                        FramingViolation::TooManyFds { max: 8 } | FramingViolation::FdsLost { max: 8 }
+                    )
                 ),
                 "{fds}: {refused:?}"
             );

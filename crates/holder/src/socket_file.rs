@@ -30,7 +30,7 @@ pub(crate) struct SocketFile {
 }
 
 /// A path that is resolved as far as its directory.
-struct Place<'a> {
+struct SocketPlace<'a> {
     path: &'a Path,
     dir: OwnedFd,
     name: &'a str,
@@ -40,7 +40,7 @@ impl SocketFile {
     /// Listens at `path`, whose file gets the permissions `mode`. Replaces the socket of a process that
     /// has ended.
     pub fn listen(path: &Path, mode: u32) -> Result<(UnixListener, SocketFile), SocketFileError> {
-        let place = Place::of(path)?;
+        let place = SocketPlace::of(path)?;
         place.make_free()?;
         let failed = |e: Errno| place.failed(e);
         let socket = new_socket().map_err(failed)?;
@@ -71,14 +71,14 @@ impl SocketFile {
 
     /// Returns the id of the file at `path`, if it exists and this process may find it.
     pub fn id_at(path: &Path) -> Option<FileId> {
-        let (_, id) = Place::of(path).ok()?.stat().ok()?;
+        let (_, id) = SocketPlace::of(path).ok()?.stat().ok()?;
         Some(id)
     }
 }
 
 impl Drop for SocketFile {
     fn drop(&mut self) {
-        let removed = Place::of(&self.path).and_then(|place| {
+        let removed = SocketPlace::of(&self.path).and_then(|place| {
             let remove = || match place.stat() {
                 Ok((_, id)) if id == self.id => {
                     rustix::fs::unlinkat(&place.dir, place.name, AtFlags::empty())
@@ -96,12 +96,12 @@ impl Drop for SocketFile {
 
 /// Connects to the socket at `path` without waiting. The stream does not block.
 pub(crate) fn connect(path: &Path) -> Result<UnixStream, SocketFileError> {
-    let place = Place::of(path)?;
+    let place = SocketPlace::of(path)?;
     place.connect().map_err(|e| place.failed(e))
 }
 
-impl<'a> Place<'a> {
-    fn of(path: &'a Path) -> Result<Place<'a>, SocketFileError> {
+impl<'a> SocketPlace<'a> {
+    fn of(path: &'a Path) -> Result<SocketPlace<'a>, SocketFileError> {
         let bad = || SocketFileError::BadPath(path.to_string_lossy().into_owned());
         let text = path.to_str().ok_or_else(bad)?;
         let (Some(parent), Some(name)) = (path.parent(), path.file_name()) else { return Err(bad()) };
@@ -114,7 +114,7 @@ impl<'a> Place<'a> {
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let dir = rustix::fs::open(parent, flags, Mode::empty())
             .map_err(|e| SocketFileError::Failed { path: text.to_owned(), reason: e.to_string() })?;
-        Ok(Place { path, dir, name })
+        Ok(SocketPlace { path, dir, name })
     }
 
     /// Returns the address of the socket. It names the directory by its descriptor, because the whole

@@ -7,11 +7,11 @@ use tokio::sync::mpsc;
 use tokio::time::timeout;
 
 use crate::error::Error;
-use crate::execution::{Executed, Execution, Outcome};
+use crate::execution::{ExecutedRequest, NbdExecution, NbdOutcome};
 use crate::export::Exports;
-use crate::failure::{Errno, Failure};
+use crate::failure::{Errno, NbdFailure};
 use crate::handshake::negotiate;
-use crate::limits::Limits;
+use crate::limits::NbdLimits;
 use crate::negotiation::Agreement;
 use crate::receive::receive;
 use crate::reply_queue::ReplyQueue;
@@ -32,7 +32,7 @@ const RECEIVE_BUFFER: usize = 8 << 10;
 ///
 /// # Panics
 /// If `limits` contradict each other.
-pub async fn serve_connection<S>(stream: S, exports: &dyn Exports, limits: &Limits) -> Result<(), Error>
+pub async fn serve_connection<S>(stream: S, exports: &dyn Exports, limits: &NbdLimits) -> Result<(), Error>
 where
     S: AsyncRead + AsyncWrite,
 {
@@ -52,13 +52,18 @@ where
 
 /// Receives requests, executes them and sends replies, until the client disconnects and all requests
 /// in flight have completed.
-async fn transmit<R, W>(reader: R, mut writer: W, agreement: &Agreement, limits: &Limits) -> Result<(), Error>
+async fn transmit<R, W>(
+    reader: R,
+    mut writer: W,
+    agreement: &Agreement,
+    limits: &NbdLimits,
+) -> Result<(), Error>
 where
     R: AsyncBufRead + Unpin,
     W: AsyncWrite + Unpin,
 {
     let limit = InFlightLimit::new(limits);
-    let (started, mut starts) = mpsc::channel::<Execution>(limits.requests_max);
+    let (started, mut starts) = mpsc::channel::<NbdExecution>(limits.requests_max);
     let receive = receive(reader, agreement, limits.payload_bytes_max, &limit, started);
     // None when no further requests are received.
     let mut receiving = Some(Box::pin(receive));
@@ -105,9 +110,9 @@ where
 }
 
 /// Returns the error text if a request has found that the disk is detached.
-fn detached(executed: &Executed) -> Option<String> {
+fn detached(executed: &ExecutedRequest) -> Option<String> {
     match &executed.outcome {
-        Outcome::Failed(Failure { errno: Errno::Shutdown, text }) => Some(text.clone()),
+        NbdOutcome::Failed(NbdFailure { errno: Errno::Shutdown, text }) => Some(text.clone()),
         _ => None,
     }
 }

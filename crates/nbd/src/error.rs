@@ -12,7 +12,7 @@ pub enum Error {
     Io(#[from] io::Error),
     /// The client has violated the protocol.
     #[error("the client violated the protocol: {0}")]
-    Violation(#[from] Violation),
+    Violation(#[from] NbdViolation),
     /// The client did not complete the negotiation in time.
     #[error("the client did not complete the negotiation within {0:?}")]
     NegotiationTimeout(Duration),
@@ -30,7 +30,7 @@ pub enum Error {
 /// A violation of the protocol after which the server cannot interpret the bytes of the client.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
-pub enum Violation {
+pub enum NbdViolation {
     /// The client set flags that the server did not offer.
     #[error("it set the unknown flags {0:#x}")]
     ClientFlags(u32),

@@ -3,10 +3,10 @@
 use bytes::{BufMut, BytesMut};
 use tokio::io::{AsyncBufRead, AsyncBufReadExt, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
-use crate::error::{Error, Violation};
+use crate::error::{Error, NbdViolation};
 use crate::export::Exports;
-use crate::limits::Limits;
-use crate::negotiation::{Agreement, Negotiation, Step, refuse_as_too_big};
+use crate::limits::NbdLimits;
+use crate::negotiation::{Agreement, Negotiation, NegotiationStep, refuse_as_too_big};
 use crate::option::{EXPORT_NAME, OPTION_MAGIC, OptionHeader};
 
 const GREETING_MAGIC: u64 = 0x4e42_444d_4147_4943;
@@ -31,7 +31,7 @@ pub(crate) async fn negotiate<R, W>(
     reader: &mut R,
     writer: &mut W,
     exports: &dyn Exports,
-    limits: &Limits,
+    limits: &NbdLimits,
 ) -> Result<Option<Agreement>, Error>
 where
     R: AsyncBufRead + Unpin,
@@ -47,7 +47,7 @@ where
     }
     let flags = reader.read_u32().await?;
     if flags & !u32::from(FIXED_NEWSTYLE | NO_ZEROES) != 0 {
-        return Err(Violation::ClientFlags(flags).into());
+        return Err(NbdViolation::ClientFlags(flags).into());
     }
     let omits_zeroes = flags & u32::from(NO_ZEROES) != 0;
     let mut negotiation = Negotiation::new(exports, limits.payload_bytes_max, omits_zeroes);
@@ -67,22 +67,22 @@ where
             ..=SKIP_MAX if kind != EXPORT_NAME => {
                 skip(reader, len).await?;
                 refuse_as_too_big(kind, &mut replies);
-                Step::NextOption
+                NegotiationStep::NextOption
             }
-            _ => return Err(Violation::OptionTooLong { kind, len }.into()),
+            _ => return Err(NbdViolation::OptionTooLong { kind, len }.into()),
         };
         let sent = send(writer, &mut replies).await;
         match step {
-            Step::NextOption => sent?,
-            Step::Transmission(agreement) => {
+            NegotiationStep::NextOption => sent?,
+            NegotiationStep::Transmission(agreement) => {
                 sent?;
                 return Ok(Some(agreement));
             }
             // The client may have closed the connection without waiting for the reply.
-            Step::End => return Ok(None),
+            NegotiationStep::End => return Ok(None),
         }
     }
-    Err(Violation::TooManyOptions(OPTIONS_MAX).into())
+    Err(NbdViolation::TooManyOptions(OPTIONS_MAX).into())
 }
 
 async fn send<W: AsyncWrite + Unpin>(writer: &mut W, replies: &mut BytesMut) -> Result<(), Error> {

@@ -4,7 +4,7 @@
 //! The gateway accepts connections and calls [`serve_connection`] for each. A connection has two
 //! phases. In the *negotiation*, the client chooses an [`Export`] by its name. In the *transmission*,
 //! the client sends requests, which the server executes concurrently on the [`disk::Disk`] of the
-//! export, within [`Limits`]. Replies are in the order in which requests complete.
+//! export, within [`NbdLimits`]. Replies are in the order in which requests complete.
 //!
 //! The server speaks the fixed newstyle negotiation, structured replies and the metadata context
 //! `base:allocation`. It has no TLS. Offsets and lengths of requests are multiples of
@@ -41,6 +41,6 @@ mod request;
 mod reservation;
 
 pub use connection::serve_connection;
-pub use error::{Error, Violation};
+pub use error::{Error, NbdViolation};
 pub use export::{Export, Exports};
-pub use limits::Limits;
+pub use limits::NbdLimits;

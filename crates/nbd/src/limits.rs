@@ -1,4 +1,4 @@
-//! [`Limits`]: bounds on what one client can hold.
+//! [`NbdLimits`]: bounds on what one client can hold.
 
 use std::time::Duration;
 
@@ -9,7 +9,7 @@ pub(crate) const PREFERRED_BLOCK: u32 = 4096;
 
 /// Bounds on the time, the memory and the requests that one connection can hold.
 #[derive(Debug, Clone)]
-pub struct Limits {
+pub struct NbdLimits {
     /// Time in which a client must complete the negotiation.
     pub negotiation_timeout: Duration,
     /// Time in which a client must receive the replies that are left when its last request has been
@@ -26,11 +26,11 @@ pub struct Limits {
     pub payload_bytes_max: u32,
 }
 
-impl Default for Limits {
+impl Default for NbdLimits {
     /// Returns 10 s for the negotiation and for the last replies, 64 requests with 64 MiB in flight,
     /// and payloads of up to 32 MiB. Clients that do not ask for block sizes assume 32 MiB.
-    fn default() -> Limits {
-        Limits {
+    fn default() -> NbdLimits {
+        NbdLimits {
             negotiation_timeout: Duration::from_secs(10),
             close_timeout: Duration::from_secs(10),
             requests_max: 64,
@@ -40,7 +40,7 @@ impl Default for Limits {
     }
 }
 
-impl Limits {
+impl NbdLimits {
     /// Panics if the limits contradict each other.
     pub(crate) fn assert_consistent(&self) {
         assert!(self.requests_max > 0, "a connection needs a request in flight");

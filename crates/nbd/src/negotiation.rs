@@ -5,10 +5,12 @@
 use bytes::{BufMut, BytesMut};
 use disk::BLOCK;
 
-use crate::error::{Error, Violation};
+use crate::error::{Error, NbdViolation};
 use crate::export::{Export, Exports};
 use crate::limits::PREFERRED_BLOCK;
-use crate::option::{ALLOCATION, ClientOption, ContextQuery, EXPORT_NAME, InfoRequest, Refusal, RefusalCode};
+use crate::option::{
+    ALLOCATION, ClientOption, ContextQuery, EXPORT_NAME, InfoRequest, OptionRefusal, RefusalCode,
+};
 
 /// Metadata context ID of `base:allocation`.
 pub(crate) const ALLOCATION_ID: u32 = 1;
@@ -49,7 +51,7 @@ pub(crate) struct Agreement {
 
 /// What follows an option.
 #[derive(Debug)]
-pub(crate) enum Step {
+pub(crate) enum NegotiationStep {
     /// The next option.
     NextOption,
     /// The first request.
@@ -79,18 +81,23 @@ impl<'a> Negotiation<'a> {
     ///
     /// # Errors
     /// If the connection must end without a reply.
-    pub fn answer(&mut self, kind: u32, data: &[u8], replies: &mut BytesMut) -> Result<Step, Error> {
+    pub fn answer(
+        &mut self,
+        kind: u32,
+        data: &[u8],
+        replies: &mut BytesMut,
+    ) -> Result<NegotiationStep, Error> {
         let mut replies = Replies { kind, bytes: replies };
         let option = match ClientOption::decode(kind, data) {
             Ok(option) => option,
-            Err(refusal) if kind == EXPORT_NAME => return Err(Violation::ExportName(refusal.text).into()),
+            Err(refusal) if kind == EXPORT_NAME => return Err(NbdViolation::ExportName(refusal.text).into()),
             Err(refusal) => return Ok(replies.refuse(refusal)),
         };
         match option {
             ClientOption::ExportName(name) => self.export_name(name, replies.bytes),
             ClientOption::Abort => {
                 replies.acknowledge();
-                Ok(Step::End)
+                Ok(NegotiationStep::End)
             }
             ClientOption::List => {
                 for (name, description) in self.exports.list() {
@@ -105,7 +112,7 @@ impl<'a> Negotiation<'a> {
             ClientOption::Go(request) => Ok(match self.describe(&request, &mut replies) {
                 Ok(export) => {
                     replies.acknowledge();
-                    Step::Transmission(self.agree(request.name, export))
+                    NegotiationStep::Transmission(self.agree(request.name, export))
                 }
                 Err(refusal) => replies.refuse(refusal),
             }),
@@ -138,21 +145,21 @@ impl<'a> Negotiation<'a> {
         }
     }
 
-    fn find(&self, name: &str) -> Result<Export, Refusal> {
+    fn find(&self, name: &str) -> Result<Export, OptionRefusal> {
         self.exports
             .find(name)
-            .ok_or(Refusal { code: RefusalCode::Unknown, text: "there is no export with this name" })
+            .ok_or(OptionRefusal { code: RefusalCode::Unknown, text: "there is no export with this name" })
     }
 
-    fn check_query(&self, query: &ContextQuery) -> Result<(), Refusal> {
+    fn check_query(&self, query: &ContextQuery) -> Result<(), OptionRefusal> {
         if !self.is_structured {
             let text = "metadata contexts need structured replies";
-            return Err(Refusal { code: RefusalCode::Invalid, text });
+            return Err(OptionRefusal { code: RefusalCode::Invalid, text });
         }
         self.find(query.export).map(|_| ())
     }
 
-    fn describe(&self, request: &InfoRequest, replies: &mut Replies) -> Result<Export, Refusal> {
+    fn describe(&self, request: &InfoRequest, replies: &mut Replies) -> Result<Export, OptionRefusal> {
         let export = self.find(request.name)?;
         replies.info(INFO_EXPORT, |bytes| {
             bytes.put_u64(*export.disk.size().borrow());
@@ -172,14 +179,14 @@ impl<'a> Negotiation<'a> {
         Ok(export)
     }
 
-    fn export_name(&self, name: &str, bytes: &mut BytesMut) -> Result<Step, Error> {
+    fn export_name(&self, name: &str, bytes: &mut BytesMut) -> Result<NegotiationStep, Error> {
         let export = self.find(name).map_err(|_| Error::UnknownExport(name.to_owned()))?;
         bytes.put_u64(*export.disk.size().borrow());
         bytes.put_u16(self.flags(&export));
         if !self.omits_zeroes {
             bytes.put_bytes(0, RESERVED_LEN);
         }
-        Ok(Step::Transmission(self.agree(name, export)))
+        Ok(NegotiationStep::Transmission(self.agree(name, export)))
     }
 
     fn agree(&self, name: &str, export: Export) -> Agreement {
@@ -215,15 +222,15 @@ impl Replies<'_> {
         self.bytes.put_u32(u32::try_from(len).expect("replies to options are short"));
     }
 
-    fn acknowledge(&mut self) -> Step {
+    fn acknowledge(&mut self) -> NegotiationStep {
         self.head(ACK, 0);
-        Step::NextOption
+        NegotiationStep::NextOption
     }
 
-    fn refuse(&mut self, refusal: Refusal) -> Step {
+    fn refuse(&mut self, refusal: OptionRefusal) -> NegotiationStep {
         self.head(refusal.code as u32, refusal.text.len());
         self.bytes.put_slice(refusal.text.as_bytes());
-        Step::NextOption
+        NegotiationStep::NextOption
     }
 
     fn server(&mut self, name: &str, description: &str) {
@@ -251,5 +258,5 @@ impl Replies<'_> {
 /// Appends the reply that refuses an option whose data was too long to read.
 pub(crate) fn refuse_as_too_big(kind: u32, replies: &mut BytesMut) {
     let text = "the data of the option is too long";
-    Replies { kind, bytes: replies }.refuse(Refusal { code: RefusalCode::TooBig, text });
+    Replies { kind, bytes: replies }.refuse(OptionRefusal { code: RefusalCode::TooBig, text });
 }

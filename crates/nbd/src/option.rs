@@ -4,7 +4,7 @@
 
 use bytes::Buf;
 
-use crate::error::Violation;
+use crate::error::NbdViolation;
 
 /// The magic number of options, which is also part of the greeting: `IHAVEOPT`.
 pub(crate) const OPTION_MAGIC: u64 = 0x4948_4156_454F_5054;
@@ -32,11 +32,11 @@ impl OptionHeader {
     ///
     /// # Errors
     /// If the magic number is wrong.
-    pub fn decode(bytes: &[u8; OptionHeader::LEN]) -> Result<OptionHeader, Violation> {
+    pub fn decode(bytes: &[u8; OptionHeader::LEN]) -> Result<OptionHeader, NbdViolation> {
         let mut bytes = &bytes[..];
         match bytes.get_u64() {
             OPTION_MAGIC => Ok(OptionHeader { kind: bytes.get_u32(), len: bytes.get_u32() }),
-            magic => Err(Violation::OptionMagic(magic)),
+            magic => Err(NbdViolation::OptionMagic(magic)),
         }
     }
 }
@@ -88,7 +88,7 @@ pub(crate) struct ContextQuery<'a> {
 
 /// The reason why an option is refused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Refusal {
+pub(crate) struct OptionRefusal {
     /// Type of the reply.
     pub code: RefusalCode,
     /// Text for a user.
@@ -109,37 +109,38 @@ pub(crate) enum RefusalCode {
     TooBig = (1 << 31) + 9,
 }
 
-const fn invalid(text: &'static str) -> Refusal {
-    Refusal { code: RefusalCode::Invalid, text }
+const fn invalid(text: &'static str) -> OptionRefusal {
+    OptionRefusal { code: RefusalCode::Invalid, text }
 }
 
-const TRUNCATED: Refusal = invalid("the data of the option ends too early");
+const TRUNCATED: OptionRefusal = invalid("the data of the option ends too early");
 
 impl<'a> ClientOption<'a> {
     /// Decodes the data of option `kind`.
     ///
     /// # Errors
     /// The reason to refuse the option.
-    pub fn decode(kind: u32, data: &'a [u8]) -> Result<ClientOption<'a>, Refusal> {
+    pub fn decode(kind: u32, data: &'a [u8]) -> Result<ClientOption<'a>, OptionRefusal> {
         match kind {
             EXPORT_NAME => Ok(ClientOption::ExportName(string(data)?)),
             2 => Ok(ClientOption::Abort),
             3 => without_data(data, ClientOption::List),
-            5 => Err(Refusal { code: RefusalCode::Unsupported, text: "the server has no TLS" }),
+            5 => Err(OptionRefusal { code: RefusalCode::Unsupported, text: "the server has no TLS" }),
             6 => Ok(ClientOption::Info(InfoRequest::decode(data)?)),
             7 => Ok(ClientOption::Go(InfoRequest::decode(data)?)),
             8 => without_data(data, ClientOption::StructuredReply),
             9 => Ok(ClientOption::ListMetaContext(ContextQuery::decode(data)?)),
             10 => Ok(ClientOption::SetMetaContext(ContextQuery::decode(data)?)),
-            _ => {
-                Err(Refusal { code: RefusalCode::Unsupported, text: "the server does not know this option" })
-            }
+            _ => Err(OptionRefusal {
+                code: RefusalCode::Unsupported,
+                text: "the server does not know this option",
+            }),
         }
     }
 }
 
 impl<'a> InfoRequest<'a> {
-    fn decode(mut data: &'a [u8]) -> Result<InfoRequest<'a>, Refusal> {
+    fn decode(mut data: &'a [u8]) -> Result<InfoRequest<'a>, OptionRefusal> {
         let name = counted_string(&mut data)?;
         let count = data.try_get_u16().map_err(|_| TRUNCATED)?;
         if data.len() != 2 * usize::from(count) {
@@ -151,7 +152,7 @@ impl<'a> InfoRequest<'a> {
 }
 
 impl<'a> ContextQuery<'a> {
-    fn decode(mut data: &'a [u8]) -> Result<ContextQuery<'a>, Refusal> {
+    fn decode(mut data: &'a [u8]) -> Result<ContextQuery<'a>, OptionRefusal> {
         let export = counted_string(&mut data)?;
         let count = data.try_get_u32().map_err(|_| TRUNCATED)?;
         let mut query =
@@ -171,7 +172,7 @@ impl<'a> ContextQuery<'a> {
     }
 }
 
-fn without_data<'a>(data: &[u8], option: ClientOption<'a>) -> Result<ClientOption<'a>, Refusal> {
+fn without_data<'a>(data: &[u8], option: ClientOption<'a>) -> Result<ClientOption<'a>, OptionRefusal> {
     match data {
         [] => Ok(option),
         _ => Err(invalid("the option has no data")),
@@ -179,7 +180,7 @@ fn without_data<'a>(data: &[u8], option: ClientOption<'a>) -> Result<ClientOptio
 }
 
 /// Takes a string that is preceded by its length.
-fn counted_string<'a>(data: &mut &'a [u8]) -> Result<&'a str, Refusal> {
+fn counted_string<'a>(data: &mut &'a [u8]) -> Result<&'a str, OptionRefusal> {
     let len = data.try_get_u32().map_err(|_| TRUNCATED)?;
     let len = usize::try_from(len).map_err(|_| TRUNCATED)?;
     let (text, rest) = data.split_at_checked(len).ok_or(TRUNCATED)?;
@@ -187,7 +188,7 @@ fn counted_string<'a>(data: &mut &'a [u8]) -> Result<&'a str, Refusal> {
     string(text)
 }
 
-fn string(bytes: &[u8]) -> Result<&str, Refusal> {
+fn string(bytes: &[u8]) -> Result<&str, OptionRefusal> {
     if bytes.len() > STRING_MAX {
         return Err(invalid("a string has more than 4096 bytes"));
     }

@@ -4,9 +4,9 @@ use bytes::{BufMut, Bytes, BytesMut};
 use tokio::io::{AsyncBufRead, AsyncBufReadExt, AsyncReadExt};
 use tokio::sync::mpsc;
 
-use crate::error::{Error, Violation};
-use crate::execution::{Execution, memory};
-use crate::failure::{Errno, Failure};
+use crate::error::{Error, NbdViolation};
+use crate::execution::{NbdExecution, memory};
+use crate::failure::{Errno, NbdFailure};
 use crate::negotiation::Agreement;
 use crate::request::RequestHeader;
 use crate::reservation::InFlightLimit;
@@ -21,7 +21,7 @@ pub(crate) async fn receive<R: AsyncBufRead + Unpin>(
     agreement: &Agreement,
     payload_bytes_max: u32,
     limit: &InFlightLimit,
-    started: mpsc::Sender<Execution>,
+    started: mpsc::Sender<NbdExecution>,
 ) -> Result<(), Error> {
     loop {
         if reader.fill_buf().await?.is_empty() {
@@ -35,23 +35,25 @@ pub(crate) async fn receive<R: AsyncBufRead + Unpin>(
         }
         let len = header.payload_len();
         if len > payload_bytes_max {
-            let failure = Failure::new(Errno::Invalid, "the length exceeds the maximum payload");
-            send(&started, Execution::refused(header, failure, None)).await;
-            return Err(Violation::PayloadTooLong { len, max: payload_bytes_max }.into());
+            let failure = NbdFailure::new(Errno::Invalid, "the length exceeds the maximum payload");
+            send(&started, NbdExecution::refused(header, failure, None)).await;
+            return Err(NbdViolation::PayloadTooLong { len, max: payload_bytes_max }.into());
         }
         let command = header.command(agreement, payload_bytes_max);
         let reservation = limit.reserve(memory(&header, &command)).await;
         let payload = read_payload(&mut reader, len as usize).await?;
         let execution = match command {
-            Ok(command) => Execution::start(&*agreement.export.disk, header, command, payload, reservation),
-            Err(failure) => Execution::refused(header, failure, Some(reservation)),
+            Ok(command) => {
+                NbdExecution::start(&*agreement.export.disk, header, command, payload, reservation)
+            }
+            Err(failure) => NbdExecution::refused(header, failure, Some(reservation)),
         };
         send(&started, execution).await;
     }
 }
 
 /// The receiver is dropped after this task, so that sending cannot fail.
-async fn send(started: &mpsc::Sender<Execution>, execution: Execution) {
+async fn send(started: &mpsc::Sender<NbdExecution>, execution: NbdExecution) {
     assert!(started.send(execution).await.is_ok(), "the connection takes all executions");
 }
 

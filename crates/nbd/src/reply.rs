@@ -6,8 +6,8 @@
 use bytes::{BufMut, Bytes, BytesMut};
 use disk::DiskExtent;
 
-use crate::execution::{Executed, Outcome};
-use crate::failure::Failure;
+use crate::execution::{ExecutedRequest, NbdOutcome};
+use crate::failure::NbdFailure;
 use crate::negotiation::ALLOCATION_ID;
 use crate::request::RequestHeader;
 
@@ -29,13 +29,17 @@ const EXTENTS_MAX: usize = 8192;
 const TEXT_MAX: usize = 1024;
 
 /// Appends the reply to a request to `heads`, except the data of the disk, which is returned.
-pub(crate) fn encode(executed: &mut Executed, is_structured: bool, heads: &mut BytesMut) -> Vec<Bytes> {
+pub(crate) fn encode(
+    executed: &mut ExecutedRequest,
+    is_structured: bool,
+    heads: &mut BytesMut,
+) -> Vec<Bytes> {
     let header = executed.header;
     match &mut executed.outcome {
-        Outcome::Done => simple(heads, 0, header.cookie),
-        Outcome::Failed(failure) if is_structured => error(heads, failure, header.cookie),
-        Outcome::Failed(failure) => simple(heads, failure.errno as u32, header.cookie),
-        Outcome::Data(data) => {
+        NbdOutcome::Done => simple(heads, 0, header.cookie),
+        NbdOutcome::Failed(failure) if is_structured => error(heads, failure, header.cookie),
+        NbdOutcome::Failed(failure) => simple(heads, failure.errno as u32, header.cookie),
+        NbdOutcome::Data(data) => {
             if is_structured {
                 structured(heads, OFFSET_DATA, header.cookie, 8 + header.len as usize);
                 heads.put_u64(header.offset);
@@ -44,7 +48,7 @@ pub(crate) fn encode(executed: &mut Executed, is_structured: bool, heads: &mut B
             }
             return std::mem::take(data);
         }
-        Outcome::Extents(extents) => {
+        NbdOutcome::Extents(extents) => {
             assert!(is_structured, "base:allocation needs structured replies");
             block_status(heads, extents, &header);
         }
@@ -66,7 +70,7 @@ fn structured(heads: &mut BytesMut, kind: u16, cookie: u64, len: usize) {
     heads.put_u32(u32::try_from(len).expect("limits bound the length of a reply"));
 }
 
-fn error(heads: &mut BytesMut, failure: &Failure, cookie: u64) {
+fn error(heads: &mut BytesMut, failure: &NbdFailure, cookie: u64) {
     let mut end = failure.text.len().min(TEXT_MAX);
     while !failure.text.is_char_boundary(end) {
         end -= 1;

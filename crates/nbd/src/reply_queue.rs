@@ -6,7 +6,7 @@ use std::io::{self, IoSlice};
 use bytes::{Buf, Bytes, BytesMut};
 use tokio::io::{AsyncWrite, AsyncWriteExt};
 
-use crate::execution::Executed;
+use crate::execution::ExecutedRequest;
 use crate::reply::encode;
 use crate::reservation::Reservation;
 
@@ -46,7 +46,7 @@ impl ReplyQueue {
     }
 
     /// Queues the reply to a request.
-    pub fn push(&mut self, mut executed: Executed) {
+    pub fn push(&mut self, mut executed: ExecutedRequest) {
         if self.heads.capacity() - self.heads.len() < HEADS_RESERVED / 2 {
             self.heads.reserve(HEADS_RESERVED);
         }

@@ -4,8 +4,8 @@
 
 use bytes::Buf;
 
-use crate::error::Violation;
-use crate::failure::{Errno, Failure};
+use crate::error::NbdViolation;
+use crate::failure::{Errno, NbdFailure};
 use crate::negotiation::Agreement;
 
 const REQUEST_MAGIC: u32 = 0x2560_9513;
@@ -40,7 +40,7 @@ pub(crate) struct RequestHeader {
 
 /// A command that the export permits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Command {
+pub(crate) enum NbdCommand {
     /// Read the range.
     Read,
     /// Write the payload to the range.
@@ -66,7 +66,7 @@ impl RequestHeader {
     ///
     /// # Errors
     /// If the magic number is wrong.
-    pub fn decode(bytes: &[u8; RequestHeader::LEN]) -> Result<RequestHeader, Violation> {
+    pub fn decode(bytes: &[u8; RequestHeader::LEN]) -> Result<RequestHeader, NbdViolation> {
         let mut bytes = &bytes[..];
         match bytes.get_u32() {
             REQUEST_MAGIC => Ok(RequestHeader {
@@ -76,7 +76,7 @@ impl RequestHeader {
                 offset: bytes.get_u64(),
                 len: bytes.get_u32(),
             }),
-            magic => Err(Violation::RequestMagic(magic)),
+            magic => Err(NbdViolation::RequestMagic(magic)),
         }
     }
 
@@ -99,45 +99,45 @@ impl RequestHeader {
     ///
     /// # Errors
     /// The error for the client, if the command is refused.
-    pub fn command(&self, agreement: &Agreement, payload_bytes_max: u32) -> Result<Command, Failure> {
+    pub fn command(&self, agreement: &Agreement, payload_bytes_max: u32) -> Result<NbdCommand, NbdFailure> {
         let (command, own_flags) = match self.kind {
-            READ if agreement.is_structured => (Command::Read, DONT_FRAGMENT),
-            READ => (Command::Read, 0),
-            WRITE => (Command::Write, 0),
-            FLUSH => (Command::Flush, 0),
-            TRIM => (Command::Trim, 0),
-            WRITE_ZEROES => (Command::WriteZeroes { keeps_space: self.flags & NO_HOLE != 0 }, NO_HOLE),
-            BLOCK_STATUS if agreement.has_allocation => (Command::BlockStatus, REQUEST_ONE),
+            READ if agreement.is_structured => (NbdCommand::Read, DONT_FRAGMENT),
+            READ => (NbdCommand::Read, 0),
+            WRITE => (NbdCommand::Write, 0),
+            FLUSH => (NbdCommand::Flush, 0),
+            TRIM => (NbdCommand::Trim, 0),
+            WRITE_ZEROES => (NbdCommand::WriteZeroes { keeps_space: self.flags & NO_HOLE != 0 }, NO_HOLE),
+            BLOCK_STATUS if agreement.has_allocation => (NbdCommand::BlockStatus, REQUEST_ONE),
             BLOCK_STATUS => return Err(invalid("the client has not selected base:allocation")),
             _ => return Err(invalid("the server does not know this command")),
         };
         if self.flags & !(FUA | own_flags) != 0 {
             return Err(invalid("the command does not have this flag"));
         }
-        if command == Command::Flush {
+        if command == NbdCommand::Flush {
             return Ok(command);
         }
         if command.is_change() && agreement.export.is_read_only {
-            return Err(Failure::new(Errno::NotPermitted, "the export is read-only"));
+            return Err(NbdFailure::new(Errno::NotPermitted, "the export is read-only"));
         }
         if self.len == 0 {
             return Err(invalid("the length is 0"));
         }
-        if command == Command::Read && self.len > payload_bytes_max {
+        if command == NbdCommand::Read && self.len > payload_bytes_max {
             return Err(invalid("the length exceeds the maximum payload"));
         }
         Ok(command)
     }
 }
 
-impl Command {
+impl NbdCommand {
     fn is_change(self) -> bool {
-        matches!(self, Command::Write | Command::Trim | Command::WriteZeroes { .. })
+        matches!(self, NbdCommand::Write | NbdCommand::Trim | NbdCommand::WriteZeroes { .. })
     }
 }
 
-fn invalid(text: &'static str) -> Failure {
-    Failure::new(Errno::Invalid, text)
+fn invalid(text: &'static str) -> NbdFailure {
+    NbdFailure::new(Errno::Invalid, text)
 }
 
 #[cfg(test)]
@@ -189,8 +189,8 @@ mod tests {
             let refused = header(kind, 0, 512).command(&agreement, 4096).unwrap_err();
             assert_eq!(refused.errno, Errno::NotPermitted);
         }
-        assert_eq!(header(FLUSH, 0, 0).command(&agreement, 4096), Ok(Command::Flush));
-        assert_eq!(header(READ, 0, 512).command(&agreement, 4096), Ok(Command::Read));
+        assert_eq!(header(FLUSH, 0, 0).command(&agreement, 4096), Ok(NbdCommand::Flush));
+        assert_eq!(header(READ, 0, 512).command(&agreement, 4096), Ok(NbdCommand::Read));
     }
 
     proptest! {
@@ -202,7 +202,7 @@ mod tests {
             }
             if let Ok(header) = RequestHeader::decode(&bytes) {
                 let command = header.command(&agreement(false, true), 4096);
-                prop_assert!(command != Ok(Command::Read) || header.len <= 4096);
+                prop_assert!(command != Ok(NbdCommand::Read) || header.len <= 4096);
             }
         }
     }

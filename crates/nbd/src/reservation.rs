@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
-use crate::limits::Limits;
+use crate::limits::NbdLimits;
 
 /// The number of requests, and of bytes of payload, that may still be in flight.
 #[derive(Debug)]
@@ -23,7 +23,7 @@ pub(crate) struct Reservation {
 
 impl InFlightLimit {
     /// Creates the limit of one connection.
-    pub fn new(limits: &Limits) -> InFlightLimit {
+    pub fn new(limits: &NbdLimits) -> InFlightLimit {
         let bytes_max = limits.in_flight_bytes_max;
         InFlightLimit {
             requests: Arc::new(Semaphore::new(limits.requests_max)),

@@ -4,4 +4,4 @@ mod config;
 mod request;
 
 pub(crate) use config::{CONFIG_LEN, config_space, device_features};
-pub(crate) use request::{BlkCompletion, BlkRequest, BlkStatus, Execution};
+pub(crate) use request::{BlkCompletion, BlkExecution, BlkRequest, BlkStatus};

@@ -27,7 +27,7 @@ use futures::StreamExt;
 use futures::stream::FuturesUnordered;
 use tokio::sync::watch;
 
-use crate::blk::{BlkCompletion, BlkStatus, Execution};
+use crate::blk::{BlkCompletion, BlkExecution, BlkStatus};
 use crate::channel;
 use crate::session::{DeviceView, ProtocolError, SessionAnswer, SessionEffect, VhostSession};
 use queue::DeviceQueue;
@@ -328,9 +328,9 @@ impl BlkDevice {
             let Some(request) = queue.take(self.size) else { return count > 0 };
             let (completion, execution) = request.start(&self.disk);
             match execution {
-                Execution::Done(result) => queue.complete(&completion, status_of(&result)),
-                Execution::Refused(status) => queue.complete(&completion, status),
-                Execution::Waiting(mut future) => match future.as_mut().poll(cx) {
+                BlkExecution::Done(result) => queue.complete(&completion, status_of(&result)),
+                BlkExecution::Refused(status) => queue.complete(&completion, status),
+                BlkExecution::Waiting(mut future) => match future.as_mut().poll(cx) {
                     Poll::Ready(result) => queue.complete(&completion, status_of(&result)),
                     Poll::Pending => {
                         queue.executing += 1;

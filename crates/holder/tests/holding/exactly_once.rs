@@ -6,7 +6,7 @@ use std::os::fd::AsFd;
 use std::path::Path;
 
 use bytes::Bytes;
-use holder::{Done, Event, HolderClient, InventoryDevice, Message, Reply, SharedFd};
+use holder::{Done, FrontEndReply, HeldMessage, HolderClient, HolderEvent, InventoryDevice, SharedFd};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
@@ -82,7 +82,7 @@ impl CountingGateway {
         assert!(self.0.insert(device.device, counter).is_none(), "each device is listed once");
     }
 
-    pub fn answer(&mut self, message: Message, state_padding: usize) -> Done {
+    pub fn answer(&mut self, message: HeldMessage, state_padding: usize) -> Done {
         let counter = self.0.entry(message.device.clone()).or_default();
         let sent = u64::from_le_bytes(*message.bytes[12..].first_chunk().unwrap());
         let [file] = &message.fds[..] else { panic!("the message has one file") };
@@ -97,7 +97,7 @@ impl CountingGateway {
             number: message.number,
             state: Some(Bytes::from(state)),
             keep: vec![(sent % KEYS, file.clone())],
-            reply: Some(Reply {
+            reply: Some(FrontEndReply {
                 bytes: framed(&[sent, counter.count].map(u64::to_le_bytes).concat()),
                 fds: vec![returned],
             }),
@@ -115,8 +115,8 @@ async fn run_mortal_gateways(control: &Path, mut random: StdRng, kills: &Cell<u6
         while life > 0 {
             life -= 1;
             match events.next().await.unwrap() {
-                Event::Device(device) => gateway.list(device),
-                Event::Message(message) => {
+                HolderEvent::Device(device) => gateway.list(device),
+                HolderEvent::Message(message) => {
                     if life == 0 && random.random() {
                         break;
                     }
@@ -132,7 +132,9 @@ async fn run_mortal_gateways(control: &Path, mut random: StdRng, kills: &Cell<u6
                     }
                 }
                 // A front end that has received all replies disconnects.
-                Event::InventoryComplete | Event::Connected { .. } | Event::Disconnected { .. } => {}
+                HolderEvent::InventoryComplete
+                | HolderEvent::Connected { .. }
+                | HolderEvent::Disconnected { .. } => {}
                 event => panic!("unexpected: {event:?}"),
             }
         }

@@ -2,7 +2,7 @@
 
 use std::os::fd::AsFd;
 
-use holder::{ClientError, Deposit, Done, Refusal, Reply};
+use holder::{ClientError, Deposit, Done, FrontEndReply, HolderRefusal};
 
 use crate::support::{Probe, TestHolder, answer, framed, new_file, shared};
 
@@ -43,7 +43,7 @@ async fn a_disconnect_drops_the_pending_message_the_state_and_the_descriptors() 
     drop(front_end);
     assert_eq!(gateway.disconnected().await, connection);
     for late in [gateway.client.done(answer(&message, "s", "r")), gateway.client.deposit(deposit)] {
-        let ended = Refusal::ConnectionEnded { device: "d".into(), connection };
+        let ended = HolderRefusal::ConnectionEnded { device: "d".into(), connection };
         assert_eq!(late.await, Err(ClientError::Refused(ended)));
     }
     drop(message);
@@ -164,7 +164,7 @@ async fn a_front_end_that_does_not_read_holds_up_only_itself() {
     let mut gateway = holder.gateway_with(&["d"]).await;
     let front_end = holder.front_end("d");
     let connection = gateway.connected().await;
-    let long = || Reply { bytes: framed(&[1; 60_000]), fds: vec![] };
+    let long = || FrontEndReply { bytes: framed(&[1; 60_000]), fds: vec![] };
     let mut accepted = 0;
     let refused = loop {
         match gateway.client.send("d", connection, long()).await {
@@ -174,7 +174,7 @@ async fn a_front_end_that_does_not_read_holds_up_only_itself() {
         assert!(accepted < 1000, "the holder limits what waits for a front end");
         tokio::time::sleep(std::time::Duration::from_millis(1)).await;
     };
-    assert_eq!(refused, ClientError::Refused(Refusal::FrontEndBusy("d".into())));
+    assert_eq!(refused, ClientError::Refused(HolderRefusal::FrontEndBusy("d".into())));
     front_end.send(b"x", &[]);
     gateway.expect_silence().await;
     for _ in 0..accepted {

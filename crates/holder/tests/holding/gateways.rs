@@ -4,7 +4,7 @@ use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 
 use bytes::Bytes;
-use holder::{ClientError, Deposit, Done, Framing, HolderClient, Limits, Refusal, Reply};
+use holder::{ClientError, Deposit, Done, Framing, FrontEndReply, HolderClient, HolderLimits, HolderRefusal};
 
 use crate::support::{TestHolder, answer, framed, inode, new_file, shared};
 
@@ -29,7 +29,7 @@ async fn the_newest_gateway_replaces_the_older_one() {
 
 #[tokio::test]
 async fn state_and_hundreds_of_descriptors_survive_gateways() {
-    let holder = TestHolder::with_limits(Limits { devices_max: 1, kept_fds_max: 300 });
+    let holder = TestHolder::with_limits(HolderLimits { devices_max: 1, kept_fds_max: 300 });
     let mut gateway = holder.gateway_with(&["d"]).await;
     let _front_end = holder.front_end("d");
     let connection = gateway.connected().await;
@@ -46,7 +46,7 @@ async fn state_and_hundreds_of_descriptors_survive_gateways() {
     gateway.client.deposit(deposit(0..150)).await.unwrap();
     gateway.client.deposit(deposit(150..300)).await.unwrap();
     let refused = gateway.client.deposit(deposit(300..301)).await.unwrap_err();
-    assert_eq!(refused, ClientError::Refused(Refusal::TooManyKeptFds { count: 301, max: 300 }));
+    assert_eq!(refused, ClientError::Refused(HolderRefusal::TooManyKeptFds { count: 301, max: 300 }));
     for _ in 0..3 {
         drop(gateway);
         gateway = holder.gateway().await;
@@ -69,21 +69,24 @@ async fn calls_that_cannot_be_executed_are_refused_with_the_reason() {
         Err(ClientError::Refused(refusal)) => refusal,
         other => panic!("the call is refused, not {other:?}"),
     };
-    let unknown = Refusal::UnknownDevice("x".into());
+    let unknown = HolderRefusal::UnknownDevice("x".into());
     assert_eq!(refusal(client.remove("x").await), unknown);
     assert_eq!(refusal(client.deposit(Deposit { device: "x".into(), ..Deposit::default() }).await), unknown);
     assert_eq!(refusal(client.done(Done { device: "x".into(), ..Done::default() }).await), unknown);
-    let message = || Reply { bytes: framed(b"x"), fds: Vec::new() };
+    let message = || FrontEndReply { bytes: framed(b"x"), fds: Vec::new() };
     assert_eq!(refusal(client.send("x", 1, message()).await), unknown);
-    let ended = Refusal::ConnectionEnded { device: "d".into(), connection: 9 };
+    let ended = HolderRefusal::ConnectionEnded { device: "d".into(), connection: 9 };
     assert_eq!(refusal(client.send("d", 9, message()).await), ended);
-    let fds = Reply { fds: vec![shared(new_file()); 9], ..message() };
-    let too_many = Refusal::TooManyReplyFds { count: 9, max: 8 };
+    let fds = FrontEndReply { fds: vec![shared(new_file()); 9], ..message() };
+    let too_many = HolderRefusal::TooManyReplyFds { count: 9, max: 8 };
     assert_eq!(refusal(client.send("d", connection, fds).await), too_many);
-    let fds = Reply { fds: vec![shared(new_file()); 254], ..message() };
-    assert_eq!(refusal(client.send("d", connection, fds).await), Refusal::TooManyCallFds(254));
-    assert_eq!(refusal(client.send("d", connection, Default::default()).await), Refusal::BadReplyLength(0));
-    let not_pending = Refusal::NotPending { device: "d".into(), number: 1 };
+    let fds = FrontEndReply { fds: vec![shared(new_file()); 254], ..message() };
+    assert_eq!(refusal(client.send("d", connection, fds).await), HolderRefusal::TooManyCallFds(254));
+    assert_eq!(
+        refusal(client.send("d", connection, Default::default()).await),
+        HolderRefusal::BadReplyLength(0)
+    );
+    let not_pending = HolderRefusal::NotPending { device: "d".into(), number: 1 };
     let done = |number| Done { device: "d".into(), connection, number, ..Done::default() };
     assert_eq!(refusal(client.done(done(1)).await), not_pending);
     front_end.send(b"x", &[]);
@@ -93,25 +96,28 @@ async fn calls_that_cannot_be_executed_are_refused_with_the_reason() {
     let too_long = Some(Bytes::from(vec![0; holder::STATE_BYTES_MAX + 1]));
     let refused =
         client.deposit(Deposit { device: "d".into(), connection, state: too_long, ..Deposit::default() });
-    assert_eq!(refusal(refused.await), Refusal::StateTooLong(holder::STATE_BYTES_MAX + 1));
+    assert_eq!(refusal(refused.await), HolderRefusal::StateTooLong(holder::STATE_BYTES_MAX + 1));
     let add = |name: &str| client.add(name, &holder.socket(name), Framing::VHOST_USER);
-    assert_eq!(refusal(add("d").await), Refusal::DeviceExists("d".into()));
-    assert_eq!(refusal(add("").await), Refusal::BadName(String::new()));
-    assert_eq!(refusal(add("a\nb").await), Refusal::BadName("a\nb".into()));
+    assert_eq!(refusal(add("d").await), HolderRefusal::DeviceExists("d".into()));
+    assert_eq!(refusal(add("").await), HolderRefusal::BadName(String::new()));
+    assert_eq!(refusal(add("a\nb").await), HolderRefusal::BadName("a\nb".into()));
     let bad = Framing { header_len: 2, ..Framing::VHOST_USER };
-    assert!(matches!(refusal(client.add("e", &holder.socket("e"), bad).await), Refusal::Framing(_)));
+    assert!(matches!(refusal(client.add("e", &holder.socket("e"), bad).await), HolderRefusal::Framing(_)));
     for name in ["e", "f", "g"] {
         add(name).await.unwrap();
     }
-    assert_eq!(refusal(add("h").await), Refusal::TooManyDevices { max: 4 });
+    assert_eq!(refusal(add("h").await), HolderRefusal::TooManyDevices { max: 4 });
 }
 
 #[tokio::test]
 async fn a_device_reserves_its_descriptors() {
-    let holder = TestHolder::with_limits(Limits { devices_max: 4, kept_fds_max: 1 << 40 });
+    let holder = TestHolder::with_limits(HolderLimits { devices_max: 4, kept_fds_max: 1 << 40 });
     let gateway = holder.gateway().await;
     let refused = gateway.client.add("d", &holder.socket("d"), Framing::VHOST_USER).await;
-    assert!(matches!(refused, Err(ClientError::Refused(Refusal::TooFewDescriptors { .. }))), "{refused:?}");
+    assert!(
+        matches!(refused, Err(ClientError::Refused(HolderRefusal::TooFewDescriptors { .. }))),
+        "{refused:?}"
+    );
 }
 
 #[tokio::test]

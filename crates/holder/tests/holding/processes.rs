@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::process::{Child, Command};
 
-use holder::{Event, HolderClient};
+use holder::{HolderClient, HolderEvent};
 use rand::Rng;
 
 use crate::exactly_once::{CountingGateway, NumberedFrontEnd};
@@ -57,8 +57,8 @@ async fn child_process_that_counts_messages() {
     let mut gateway = CountingGateway::default();
     loop {
         match events.next().await.unwrap() {
-            Event::Device(device) => gateway.list(device),
-            Event::Message(message) => drop(client.done(gateway.answer(message, 300_000))),
+            HolderEvent::Device(device) => gateway.list(device),
+            HolderEvent::Message(message) => drop(client.done(gateway.answer(message, 300_000))),
             _ => {}
         }
     }

@@ -3,7 +3,7 @@
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixListener;
 
-use holder::{ClientError, Framing, Holder, HolderConfig, HolderError, Refusal, SocketFileError};
+use holder::{ClientError, Framing, Holder, HolderConfig, HolderError, HolderRefusal, SocketFileError};
 
 use crate::support::TestHolder;
 
@@ -40,12 +40,15 @@ async fn the_socket_of_a_killed_holder_is_replaced_and_others_are_not() {
         ("file", SocketFileError::NotASocket(text("file"))),
     ] {
         let refused = add("d", &holder.socket(path)).await.unwrap_err();
-        assert_eq!(refused, ClientError::Refused(Refusal::Socket(expected)));
+        assert_eq!(refused, ClientError::Refused(HolderRefusal::Socket(expected)));
     }
     assert_eq!(std::fs::read(holder.socket("file")).unwrap(), b"data");
     assert!(used.exists());
     let refused = add("d", std::path::Path::new("relative")).await.unwrap_err();
-    assert_eq!(refused, ClientError::Refused(Refusal::Socket(SocketFileError::BadPath("relative".into()))));
+    assert_eq!(
+        refused,
+        ClientError::Refused(HolderRefusal::Socket(SocketFileError::BadPath("relative".into())))
+    );
 }
 
 #[tokio::test]

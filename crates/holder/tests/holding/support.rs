@@ -14,8 +14,8 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use holder::{
-    Done, Event, Events, Framing, Holder, HolderClient, HolderConfig, InventoryDevice, Limits, Message,
-    Reply, SharedFd, Stopped,
+    Done, Framing, FrontEndReply, HeldMessage, Holder, HolderClient, HolderConfig, HolderEvent, HolderEvents,
+    HolderLimits, InventoryDevice, SharedFd, Stopped,
 };
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
@@ -25,7 +25,7 @@ use tempfile::TempDir;
 use tokio::sync::oneshot;
 
 /// Limits that also fit into a process with 1024 descriptors.
-pub const LIMITS: Limits = Limits { devices_max: 4, kept_fds_max: 32 };
+pub const LIMITS: HolderLimits = HolderLimits { devices_max: 4, kept_fds_max: 32 };
 /// A test that waits longer than this for a message has failed.
 const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -42,7 +42,7 @@ impl TestHolder {
         TestHolder::with_limits(LIMITS)
     }
 
-    pub fn with_limits(limits: Limits) -> TestHolder {
+    pub fn with_limits(limits: HolderLimits) -> TestHolder {
         let dir = tempfile::tempdir().unwrap();
         let config = HolderConfig { limits, ..HolderConfig::new(dir.path().join("holder/control")) };
         let (stop, stopped) = oneshot::channel::<()>();
@@ -114,7 +114,7 @@ impl TestHolder {
 /// A connected gateway.
 pub struct Gateway {
     pub client: HolderClient,
-    pub events: Events,
+    pub events: HolderEvents,
     pub inventory: Vec<InventoryDevice>,
 }
 
@@ -124,34 +124,34 @@ impl Gateway {
         let mut inventory = Vec::new();
         loop {
             match next(&mut events).await {
-                Event::Device(device) => inventory.push(device),
-                Event::InventoryComplete => return Gateway { client, events, inventory },
+                HolderEvent::Device(device) => inventory.push(device),
+                HolderEvent::InventoryComplete => return Gateway { client, events, inventory },
                 event => panic!("the inventory comes first, not {event:?}"),
             }
         }
     }
 
-    pub async fn next(&mut self) -> Event {
+    pub async fn next(&mut self) -> HolderEvent {
         next(&mut self.events).await
     }
 
     pub async fn connected(&mut self) -> u64 {
         match self.next().await {
-            Event::Connected { connection, .. } => connection,
+            HolderEvent::Connected { connection, .. } => connection,
             event => panic!("a front end connects, not {event:?}"),
         }
     }
 
-    pub async fn message(&mut self) -> Message {
+    pub async fn message(&mut self) -> HeldMessage {
         match self.next().await {
-            Event::Message(message) => message,
+            HolderEvent::Message(message) => message,
             event => panic!("a message arrives, not {event:?}"),
         }
     }
 
     pub async fn disconnected(&mut self) -> u64 {
         match self.next().await {
-            Event::Disconnected { connection, .. } => connection,
+            HolderEvent::Disconnected { connection, .. } => connection,
             event => panic!("a front end disconnects, not {event:?}"),
         }
     }
@@ -161,7 +161,10 @@ impl Gateway {
     pub async fn expect_silence(&mut self) {
         for _ in 0..20 {
             let refused = self.client.remove("no such device").await;
-            assert!(matches!(refused, Err(holder::ClientError::Refused(holder::Refusal::UnknownDevice(_)))));
+            assert!(matches!(
+                refused,
+                Err(holder::ClientError::Refused(holder::HolderRefusal::UnknownDevice(_)))
+            ));
             tokio::time::sleep(Duration::from_millis(2)).await;
         }
         let mut next = std::pin::pin!(self.events.next());
@@ -171,18 +174,18 @@ impl Gateway {
     }
 }
 
-async fn next(events: &mut Events) -> Event {
+async fn next(events: &mut HolderEvents) -> HolderEvent {
     tokio::time::timeout(PATIENCE, events.next()).await.expect("an event arrives in time").unwrap()
 }
 
 /// Answers a message with this reply and this state.
-pub fn answer(message: &Message, state: &str, reply: &str) -> Done {
+pub fn answer(message: &HeldMessage, state: &str, reply: &str) -> Done {
     Done {
         device: message.device.clone(),
         connection: message.connection,
         number: message.number,
         state: Some(Bytes::copy_from_slice(state.as_bytes())),
-        reply: Some(Reply { bytes: framed(reply.as_bytes()), fds: Vec::new() }),
+        reply: Some(FrontEndReply { bytes: framed(reply.as_bytes()), fds: Vec::new() }),
         ..Done::default()
     }
 }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use disk::Disk;
-use nbd::Limits;
+use nbd::NbdLimits;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, DuplexStream};
 
 use crate::{ServerTask, exports, start};
@@ -128,14 +128,14 @@ pub fn request_bytes(request: Request) -> Vec<u8> {
 impl Client<DuplexStream> {
     /// Connects to a server of `disk`, with default limits.
     pub async fn connect(disk: Arc<dyn Disk>, is_structured: bool) -> (Client<DuplexStream>, ServerTask) {
-        Client::connect_within(disk, is_structured, Limits::default()).await
+        Client::connect_within(disk, is_structured, NbdLimits::default()).await
     }
 
     /// Connects to a server of `disk`.
     pub async fn connect_within(
         disk: Arc<dyn Disk>,
         is_structured: bool,
-        limits: Limits,
+        limits: NbdLimits,
     ) -> (Client<DuplexStream>, ServerTask) {
         let (stream, task) = start(exports(disk), limits);
         let mut client = Client::greet(stream).await;

@@ -111,7 +111,7 @@ async fn the_disk_checks_ranges_after_a_resize() {
 async fn a_read_only_export_refuses_changes() {
     let mut exports = exports(Arc::new(MemDisk::new(SIZE)));
     exports.get_mut("disk").unwrap().is_read_only = true;
-    let (stream, _task) = start(exports, nbd::Limits::default());
+    let (stream, _task) = start(exports, nbd::NbdLimits::default());
     let mut client = Client::greet(stream).await;
     client.enter(true).await;
     assert_eq!(client.errno(write(1, 0, &[1; 8192])).await, EPERM);

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use disk::{Disk, DiskError, MemDisk};
-use nbd::{Error, Limits, serve_connection};
+use nbd::{Error, NbdLimits, serve_connection};
 use proptest::prelude::*;
 use tokio::io::AsyncWriteExt;
 use tokio::net::UnixStream;
@@ -36,7 +36,7 @@ async fn a_fast_request_overtakes_a_slow_one() {
 #[tokio::test(start_paused = true)]
 async fn the_number_of_requests_in_flight_is_limited() {
     let disk = TestDisk::new();
-    let limits = Limits { requests_max: 5, ..Limits::default() };
+    let limits = NbdLimits { requests_max: 5, ..NbdLimits::default() };
     let (mut client, _task) = Client::connect_within(Arc::clone(&disk) as Arc<dyn Disk>, true, limits).await;
     for cookie in 0..12 {
         client.send(request(READ, cookie, 0, 512)).await;
@@ -56,8 +56,11 @@ async fn the_number_of_requests_in_flight_is_limited() {
 async fn the_payload_in_flight_is_limited() {
     const LEN: usize = 64 << 10;
     let disk = TestDisk::new();
-    let limits =
-        Limits { in_flight_bytes_max: 3 * LEN as u32, payload_bytes_max: LEN as u32, ..Limits::default() };
+    let limits = NbdLimits {
+        in_flight_bytes_max: 3 * LEN as u32,
+        payload_bytes_max: LEN as u32,
+        ..NbdLimits::default()
+    };
     let (mut client, _task) = Client::connect_within(Arc::clone(&disk) as Arc<dyn Disk>, true, limits).await;
     let payload = vec![1; LEN];
     let mut accepted = 0;
@@ -77,7 +80,7 @@ async fn the_payload_in_flight_is_limited() {
 async fn a_client_that_does_not_receive_holds_limited_memory() {
     const LEN: u32 = 64 << 10;
     let disk = TestDisk::new();
-    let limits = Limits { in_flight_bytes_max: 3 * LEN, payload_bytes_max: LEN, ..Limits::default() };
+    let limits = NbdLimits { in_flight_bytes_max: 3 * LEN, payload_bytes_max: LEN, ..NbdLimits::default() };
     let (mut client, _task) = Client::connect_within(Arc::clone(&disk) as Arc<dyn Disk>, true, limits).await;
     for cookie in 0..20 {
         client.send(request(READ, cookie, SLOW_END, LEN)).await;
@@ -180,7 +183,7 @@ fn step() -> impl Strategy<Value = Step> {
 async fn run_batches(batches: Vec<Vec<Step>>) {
     let (stream, server) = UnixStream::pair().unwrap();
     let exports = exports(Arc::new(MemDisk::new(SIZE)));
-    let task = tokio::spawn(async move { serve_connection(server, &exports, &Limits::default()).await });
+    let task = tokio::spawn(async move { serve_connection(server, &exports, &NbdLimits::default()).await });
     let mut client = Client::greet(stream).await;
     client.enter(true).await;
     let mut model = vec![0; SIZE as usize];

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use disk::{Disk, MemDisk};
-use nbd::{Error, Limits, Violation};
+use nbd::{Error, NbdLimits, NbdViolation};
 use proptest::prelude::*;
 use tokio::io::AsyncWriteExt;
 
@@ -14,7 +14,7 @@ use crate::{SIZE, mem_exports, start};
 
 /// Sends `bytes` after the greeting, and returns how the connection ended.
 async fn end_of_negotiation(flags: u32, bytes: &[u8]) -> Result<(), Error> {
-    let (stream, task) = start(mem_exports(), Limits::default());
+    let (stream, task) = start(mem_exports(), NbdLimits::default());
     let mut client = Client::greet_with(stream, flags).await;
     let _ = client.stream.write_all(bytes).await;
     let _ = client.stream.shutdown().await;
@@ -38,28 +38,28 @@ fn option_head(kind: u32, len: u32) -> Vec<u8> {
 #[tokio::test]
 async fn violations_end_the_negotiation() {
     let end = end_of_negotiation(4, &[]).await;
-    assert!(matches!(end, Err(Error::Violation(Violation::ClientFlags(4)))), "{end:?}");
+    assert!(matches!(end, Err(Error::Violation(NbdViolation::ClientFlags(4)))), "{end:?}");
     let end = end_of_negotiation(3, &[b'x'; 16]).await;
-    assert!(matches!(end, Err(Error::Violation(Violation::OptionMagic(_)))), "{end:?}");
+    assert!(matches!(end, Err(Error::Violation(NbdViolation::OptionMagic(_)))), "{end:?}");
     for (kind, len) in [(77, u32::MAX), (OPT_GO, (1 << 20) + 1), (OPT_EXPORT_NAME, (64 << 10) + 1)] {
         let end = end_of_negotiation(3, &option_head(kind, len)).await;
-        assert!(matches!(end, Err(Error::Violation(Violation::OptionTooLong { .. }))), "{end:?}");
+        assert!(matches!(end, Err(Error::Violation(NbdViolation::OptionTooLong { .. }))), "{end:?}");
     }
     for name in [vec![b'x'; 4097], vec![0xff], vec![0]] {
         let end = end_of_negotiation(3, &option_bytes(OPT_EXPORT_NAME, &name)).await;
-        assert!(matches!(end, Err(Error::Violation(Violation::ExportName(_)))), "{end:?}");
+        assert!(matches!(end, Err(Error::Violation(NbdViolation::ExportName(_)))), "{end:?}");
     }
 }
 
 #[tokio::test]
 async fn the_number_of_options_is_limited() {
     let end = end_of_negotiation(3, &option_bytes(99, &[]).repeat(300)).await;
-    assert!(matches!(end, Err(Error::Violation(Violation::TooManyOptions(_)))), "{end:?}");
+    assert!(matches!(end, Err(Error::Violation(NbdViolation::TooManyOptions(_)))), "{end:?}");
 }
 
 #[tokio::test]
 async fn long_data_of_an_option_is_skipped() {
-    let (stream, _task) = start(mem_exports(), Limits::default());
+    let (stream, _task) = start(mem_exports(), NbdLimits::default());
     let mut client = Client::greet(stream).await;
     for kind in [OPT_LIST, 77] {
         assert_eq!(client.final_reply(kind, &vec![1; 1 << 20]).await, ERR_TOO_BIG);
@@ -81,25 +81,25 @@ async fn the_time_of_the_negotiation_is_limited() {
     let beginnings =
         [vec![], option_head(OPT_GO, 9), option_head(77, 100 << 10), option_bytes(OPT_LIST, &[])];
     for bytes in beginnings {
-        let (stream, task) = start(mem_exports(), Limits::default());
+        let (stream, task) = start(mem_exports(), NbdLimits::default());
         let mut client = Client::greet(stream).await;
         client.stream.write_all(&bytes).await.unwrap();
         assert!(matches!(task.await.unwrap(), Err(Error::NegotiationTimeout(_))));
     }
     // A client that does not even greet.
-    let (_stream, task) = start(mem_exports(), Limits::default());
+    let (_stream, task) = start(mem_exports(), NbdLimits::default());
     assert!(matches!(task.await.unwrap(), Err(Error::NegotiationTimeout(_))));
 }
 
 #[tokio::test(start_paused = true)]
 async fn the_time_of_the_negotiation_is_limited_if_replies_are_not_received() {
-    let (stream, task) = start(mem_exports(), Limits::default());
+    let (stream, task) = start(mem_exports(), NbdLimits::default());
     let mut client = Client::greet(stream).await;
     let options = option_bytes(OPT_INFO, &info_data("disk", &[1, 2])).repeat(10_000);
     let _ = tokio::time::timeout(Duration::from_secs(60), client.stream.write_all(&options)).await;
     let end = task.await.unwrap();
     let is_limited =
-        matches!(end, Err(Error::NegotiationTimeout(_) | Error::Violation(Violation::TooManyOptions(_))));
+        matches!(end, Err(Error::NegotiationTimeout(_) | Error::Violation(NbdViolation::TooManyOptions(_))));
     assert!(is_limited, "{end:?}");
 }
 
@@ -122,7 +122,7 @@ async fn a_wrong_magic_number_ends_the_transmission_after_the_replies() {
     disk.release(1);
     assert_eq!(client.reply().await, Reply::Simple { cookie: 1, errno: 0 });
     assert!(client.rest().await.is_empty());
-    assert!(matches!(task.await.unwrap(), Err(Error::Violation(Violation::RequestMagic(0)))));
+    assert!(matches!(task.await.unwrap(), Err(Error::Violation(NbdViolation::RequestMagic(0)))));
 }
 
 #[tokio::test]
@@ -132,7 +132,7 @@ async fn a_write_that_is_too_long_is_refused_and_ends_the_transmission() {
         assert_eq!(client.errno(request(WRITE, 1, 0, len)).await, EINVAL);
         assert!(client.rest().await.is_empty());
         let end = task.await.unwrap();
-        assert!(matches!(end, Err(Error::Violation(Violation::PayloadTooLong { .. }))), "{end:?}");
+        assert!(matches!(end, Err(Error::Violation(NbdViolation::PayloadTooLong { .. }))), "{end:?}");
     }
 }
 

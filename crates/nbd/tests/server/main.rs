@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use disk::{Disk, MemDisk};
-use nbd::{Error, Export, Limits, serve_connection};
+use nbd::{Error, Export, NbdLimits, serve_connection};
 use tokio::io::{DuplexStream, duplex};
 use tokio::task::JoinHandle;
 
@@ -34,7 +34,7 @@ fn mem_exports() -> BTreeMap<String, Export> {
 }
 
 /// Starts to serve a connection.
-fn start(exports: BTreeMap<String, Export>, limits: Limits) -> (DuplexStream, ServerTask) {
+fn start(exports: BTreeMap<String, Export>, limits: NbdLimits) -> (DuplexStream, ServerTask) {
     let (client, server) = duplex(SOCKET_BUFFER);
     let task = tokio::spawn(async move { serve_connection(server, &exports, &limits).await });
     (client, task)

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use disk::MemDisk;
-use nbd::{Error, Export, Limits};
+use nbd::{Error, Export, NbdLimits};
 use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream};
 
 use crate::client::*;
@@ -18,7 +18,7 @@ const READ_ONLY: u16 = 0x2;
 const SEND_DF: u16 = 0x80;
 
 async fn negotiating(exports: BTreeMap<String, Export>) -> (Client<DuplexStream>, ServerTask) {
-    let (stream, task) = start(exports, Limits::default());
+    let (stream, task) = start(exports, NbdLimits::default());
     (Client::greet(stream).await, task)
 }
 
@@ -40,7 +40,7 @@ fn size_and_flags(size: u64, flags: u16) -> (u32, Vec<u8>) {
 #[tokio::test]
 async fn export_name_begins_the_transmission() {
     for (client_flags, zeros) in [(1, 124), (3, 0), (0, 124)] {
-        let (stream, task) = start(mem_exports(), Limits::default());
+        let (stream, task) = start(mem_exports(), NbdLimits::default());
         let mut client = Client::greet_with(stream, client_flags).await;
         client.stream.write_all(&option_bytes(OPT_EXPORT_NAME, b"disk")).await.unwrap();
         assert_eq!(client.stream.read_u64().await.unwrap(), SIZE);

@@ -66,7 +66,7 @@ enum BlkAction {
 }
 
 /// A request that was started.
-pub(crate) enum Execution {
+pub(crate) enum BlkExecution {
     /// It is already complete.
     Done(disk::Result<()>),
     /// The device refuses it.
@@ -102,7 +102,7 @@ impl BlkRequest {
     }
 
     /// Starts the request on the disk.
-    pub(crate) fn start(self, disk: &Arc<dyn Disk>) -> (BlkCompletion, Execution) {
+    pub(crate) fn start(self, disk: &Arc<dyn Disk>) -> (BlkCompletion, BlkExecution) {
         (self.completion, self.action.start(disk))
     }
 }
@@ -124,17 +124,19 @@ impl BlkCompletion {
 }
 
 impl BlkAction {
-    fn start(self, disk: &Arc<dyn Disk>) -> Execution {
+    fn start(self, disk: &Arc<dyn Disk>) -> BlkExecution {
         match self {
-            BlkAction::Read { offset, into } => Execution::Waiting(disk.read_into(offset, Arc::new(into))),
-            BlkAction::Write { offset, from } => Execution::Waiting(disk.write_from(offset, Arc::new(from))),
-            BlkAction::Flush => Execution::Done(Ok(())),
+            BlkAction::Read { offset, into } => BlkExecution::Waiting(disk.read_into(offset, Arc::new(into))),
+            BlkAction::Write { offset, from } => {
+                BlkExecution::Waiting(disk.write_from(offset, Arc::new(from)))
+            }
+            BlkAction::Flush => BlkExecution::Done(Ok(())),
             BlkAction::Serial { into } => {
                 let mut serial = [0; SERIAL_LEN];
                 for (to, from) in serial.iter_mut().zip(disk.identity().serial.bytes()) {
                     *to = from;
                 }
-                Execution::Done(into.copy_in(0, &serial))
+                BlkExecution::Done(into.copy_in(0, &serial))
             }
             BlkAction::Discard(ranges) => {
                 all(ranges.into_iter().map(|(offset, len)| disk.discard(offset, len)).collect())
@@ -143,7 +145,7 @@ impl BlkAction {
                 .into_iter()
                 .map(|(offset, len, keeps_space)| disk.write_zeroes(offset, len, keeps_space))
                 .collect()),
-            BlkAction::Refuse(status) => Execution::Refused(status),
+            BlkAction::Refuse(status) => BlkExecution::Refused(status),
         }
     }
 
@@ -206,10 +208,10 @@ fn clear_ranges(from: &Segments, size: u64, may_unmap: bool) -> Result<Vec<(u64,
 }
 
 /// Waits for requests that were started together.
-fn all(mut started: Vec<BoxFuture<'static, disk::Result<()>>>) -> Execution {
+fn all(mut started: Vec<BoxFuture<'static, disk::Result<()>>>) -> BlkExecution {
     match started.len() {
-        1 => Execution::Waiting(started.remove(0)),
-        _ => Execution::Waiting(Box::pin(async move {
+        1 => BlkExecution::Waiting(started.remove(0)),
+        _ => BlkExecution::Waiting(Box::pin(async move {
             // All of them complete, even if one fails.
             futures::future::join_all(started).await.into_iter().collect()
         })),
