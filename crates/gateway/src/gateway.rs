@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
 use base::clock::WallClock;
@@ -68,13 +68,20 @@ pub struct GatewayConfig {
 #[derive(Clone)]
 pub struct Gateway(Arc<Shared>);
 
+impl Drop for Shared {
+    fn drop(&mut self) {
+        // The task of the upkeep ends.
+        self.upkeep.notify_one();
+    }
+}
+
 struct Shared {
     config: GatewayConfig,
     devices: Option<VhostDevices>,
     attached: Mutex<BTreeMap<String, ServedDisk>>,
     /// Held while a disk is attached or detached.
     changing: tokio::sync::Mutex<()>,
-    upkeep: Notify,
+    upkeep: Arc<Notify>,
 }
 
 /// A disk with its front end.
@@ -104,15 +111,20 @@ impl Gateway {
             devices,
             attached: Mutex::default(),
             changing: tokio::sync::Mutex::default(),
-            upkeep: Notify::new(),
+            upkeep: Arc::default(),
         }));
         for attachment in list {
-            let gateway = gateway.clone();
-            base::task::spawn(ThreadClass::Client, async move { gateway.attach_again(attachment).await });
+            base::task::spawn(ThreadClass::Client, attach_again(gateway.weak(), attachment));
         }
-        let upkeep = gateway.clone();
-        base::task::spawn(ThreadClass::Client, async move { upkeep.keep_up().await });
+        let wanted = Arc::clone(&gateway.0.upkeep);
+        base::task::spawn(ThreadClass::Client, keep_up(gateway.weak(), wanted));
         Ok(gateway)
+    }
+
+    /// Returns a handle that does not keep the gateway alive. When the last gateway is dropped, its front
+    /// ends are no longer served, as if its process were killed.
+    fn weak(&self) -> Weak<Shared> {
+        Arc::downgrade(&self.0)
     }
 
     fn lock(&self) -> MutexGuard<'_, BTreeMap<String, ServedDisk>> {
@@ -172,27 +184,23 @@ impl Gateway {
         Ok(address)
     }
 
-    /// Attaches a disk of the list again, after the gateway has started.
-    async fn attach_again(&self, attachment: DiskAttachment) {
-        let mut pause = PAUSE;
-        loop {
-            let _one_at_a_time = self.0.changing.lock().await;
-            match self.serve(&attachment, false).await {
-                Ok(_) => return,
-                Err(GatewayError::Disk(
-                    e @ (vdisk::Error::NoSuchDisk(_) | vdisk::Error::Attached { .. }),
-                )) => {
-                    tracing::warn!(disk = attachment.place(), error = %e, "a disk is not attached again");
-                    if let Err(e) = self.save_without(&attachment.place()) {
-                        tracing::warn!(error = %e, "the list of attachments cannot be written");
-                    }
-                    return;
+    /// Attaches a disk of the list again, after the gateway has started. Returns false if it must try once
+    /// more.
+    async fn attach_again(&self, attachment: &DiskAttachment) -> bool {
+        let _one_at_a_time = self.0.changing.lock().await;
+        match self.serve(attachment, false).await {
+            Ok(_) => true,
+            Err(GatewayError::Disk(e @ (vdisk::Error::NoSuchDisk(_) | vdisk::Error::Attached { .. }))) => {
+                tracing::warn!(disk = attachment.place(), error = %e, "a disk is not attached again");
+                if let Err(e) = self.save_without(&attachment.place()) {
+                    tracing::warn!(error = %e, "the list of attachments cannot be written");
                 }
-                Err(e) => tracing::warn!(disk = attachment.place(), error = %e, "cannot attach a disk yet"),
+                true
             }
-            drop(_one_at_a_time);
-            tokio::time::sleep(pause).await;
-            pause = (pause * 2).min(PAUSE_MAX);
+            Err(e) => {
+                tracing::warn!(disk = attachment.place(), error = %e, "cannot attach a disk yet");
+                false
+            }
         }
     }
 
@@ -227,28 +235,40 @@ impl Gateway {
         self.0.upkeep.notify_one();
     }
 
-    /// Does the upkeep of the disks of all pools: at the start, and after each request that leaves work.
-    async fn keep_up(&self) {
-        let mut pause = PAUSE;
-        loop {
-            match self.upkeep().await {
-                Ok(()) => {
-                    pause = PAUSE;
-                    self.0.upkeep.notified().await;
-                }
-                Err(e) => {
-                    tracing::warn!(error = %e, "the upkeep of disks has failed; trying again");
-                    tokio::time::sleep(pause).await;
-                    pause = (pause * 2).min(PAUSE_MAX);
-                }
-            }
-        }
-    }
-
     async fn upkeep(&self) -> vdisk::Result<()> {
         for pool in self.0.config.client.pools().await? {
             self.disks(&pool.name)?.upkeep().await?;
         }
         Ok(())
+    }
+}
+
+/// Attaches a disk of the list again.
+async fn attach_again(gateway: Weak<Shared>, attachment: DiskAttachment) {
+    let mut pause = PAUSE;
+    while let Some(shared) = gateway.upgrade() {
+        if Gateway(shared).attach_again(&attachment).await {
+            return;
+        }
+        tokio::time::sleep(pause).await;
+        pause = (pause * 2).min(PAUSE_MAX);
+    }
+}
+
+/// Does the upkeep of the disks of all pools: at the start, and after each request that leaves work.
+async fn keep_up(gateway: Weak<Shared>, wanted: Arc<Notify>) {
+    let mut pause = PAUSE;
+    while let Some(shared) = gateway.upgrade() {
+        match Gateway(shared).upkeep().await {
+            Ok(()) => {
+                pause = PAUSE;
+                wanted.notified().await;
+            }
+            Err(e) => {
+                tracing::warn!(error = %e, "the upkeep of disks has failed; trying again");
+                tokio::time::sleep(pause).await;
+                pause = (pause * 2).min(PAUSE_MAX);
+            }
+        }
     }
 }

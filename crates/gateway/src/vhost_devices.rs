@@ -9,7 +9,9 @@ use std::time::Duration;
 
 use base::thread::ThreadClass;
 use disk::Disk;
-use holder::{Done, Framing, FrontEndReply, HeldConnection, HolderClient, HolderEvent, SharedFd};
+use holder::{
+    Done, Framing, FrontEndReply, HeldConnection, HeldMessage, HolderClient, HolderEvent, SharedFd,
+};
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinHandle;
 use vhost::{BlkDevice, DeviceOptions, SessionAnswer, VhostControl, VhostMessage, VhostSession};
@@ -154,7 +156,11 @@ async fn receive(
         };
         lock().known.clear();
         loop {
-            let (device, news) = match events.next().await {
+            let event = tokio::select! {
+                event = events.next() => event,
+                () = sender.closed() => return,
+            };
+            let (device, news) = match event {
                 Ok(HolderEvent::Device(device)) => {
                     lock().known.push(device.device.clone());
                     match device.front_end {
@@ -172,7 +178,7 @@ async fn receive(
                     (device, DeviceNews::Connected(front_end))
                 }
                 Ok(HolderEvent::Message(message)) => {
-                    let holder::HeldMessage { device, connection, number, bytes, fds } = message;
+                    let HeldMessage { device, connection, number, bytes, fds } = message;
                     let fds = match fds.into_iter().map(owned).collect::<io::Result<Vec<OwnedFd>>>() {
                         Ok(fds) => fds,
                         Err(e) => {

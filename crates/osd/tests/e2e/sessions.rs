@@ -60,7 +60,7 @@ fn group(pool: u32, number: u32) -> (CollectionId, ObjectId) {
 }
 
 /// Returns the keys of the records of all placement groups, on all targets.
-async fn records(stores: &[Arc<FaultStore>]) -> Vec<Bytes> {
+pub(crate) async fn records(stores: &[Arc<FaultStore>]) -> Vec<Bytes> {
     let mut keys = Vec::new();
     for store in stores {
         for cid in store.inner().collections().await.unwrap() {
@@ -85,7 +85,7 @@ async fn records(stores: &[Arc<FaultStore>]) -> Vec<Bytes> {
     keys
 }
 
-fn of_session(keys: &[Bytes], session: SessionId) -> usize {
+pub(crate) fn of_session(keys: &[Bytes], session: SessionId) -> usize {
     let id = session.0.to_be_bytes();
     keys.iter().filter(|key| key.get(1..17) == Some(&id[..])).count()
 }

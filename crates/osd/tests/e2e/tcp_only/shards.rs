@@ -8,6 +8,7 @@ use wire::{ReplyBody, RequestBody};
 
 use crate::common::{Node, data, free_endpoint};
 use crate::raw::{Raw, append, head};
+use crate::sessions::{of_session, records};
 
 /// Starts a node with these numbers of shards in turn, at an address that stays the same.
 fn node(shards: &[u16], config: OsdConfig) -> Node {
@@ -67,23 +68,25 @@ async fn a_retry_after_a_restart_with_another_number_of_shards_takes_effect_once
 
 #[tokio::test]
 async fn a_closed_session_is_forgotten_on_all_shards() {
-    let mut node = node(&[3, 3], OsdConfig::default());
+    let node = node(&[3], OsdConfig::default());
     let client = node.client().await;
     client.create_pool_with("pool", 8, Redundancy::Single).await.unwrap();
     let mut raw = Raw::connect(&node.endpoint, None).await;
-    for (seq, object) in (1u64..).zip(["a", "b", "c", "d", "e", "f"]) {
+    let objects = ["a", "b", "c", "d", "e", "f"];
+    for (seq, object) in (1u64..).zip(objects) {
         raw.changed(head(seq), append(object, "data")).await.unwrap();
     }
+    let session = raw.session;
     let closed = raw.call(head(7), RequestBody::CloseSession).await.unwrap();
     assert_eq!(closed, ReplyBody::Closed);
-    node.restart();
-    // The restarted osd does not know that the client has closed the session, but its groups do.
-    let mut late = Raw::connect(&node.endpoint, Some(raw.session)).await;
-    for (seq, object) in (1u64..).zip(["a", "b", "c", "d", "e", "f"]) {
-        let retry = wire::RequestHead { retry: true, ..head(seq) };
-        let refused = late.changed(retry, append(object, "data")).await.unwrap_err();
-        assert_eq!(refused, wire::Error::RequestExpired, "{object}");
+    let resume = raw.opening(Some(session));
+    let refused = raw.call(head(0), resume).await;
+    assert!(matches!(refused, Err(wire::Error::SessionRefused { .. })), "{refused:?}");
+    // The next changes in the groups of all shards remove the session's records.
+    for object in objects {
+        client.pool("pool").unwrap().object(object).unwrap().append("more").await.unwrap();
     }
+    assert_eq!(of_session(&records(&node.stores).await, session), 0);
 }
 
 #[tokio::test]
