@@ -109,7 +109,7 @@ impl Osd {
         is_repeated: bool,
     ) -> Result<AdminReply> {
         let counted = self.shard.requests.enter();
-        let described = audited(&body);
+        let described = audited(&body, is_repeated);
         let mut result = self.try_administer(caller, body, is_repeated).await;
         self.note(caller, described, &result);
         drop(counted);
@@ -216,7 +216,7 @@ impl Osd {
             }
             AdminRequest::Disk(request) => {
                 let gateways = self.shard.config.gateways.clone();
-                return Ok(AdminReply::Disk(gateways.execute(grant.tenant, request).await?));
+                return Ok(AdminReply::Disk(gateways.execute(grant.tenant, request, is_repeated).await?));
             }
             AdminRequest::ServeGateway { .. } => return Ok(AdminReply::Gateway(grant.tenant)),
             AdminRequest::WhoAmI => {
@@ -248,7 +248,7 @@ impl Osd {
 
 /// Returns what a request changes, and its text in the audit log. `None` for a request that changes
 /// nothing.
-fn audited(request: &AdminRequest) -> (Option<AuditKind>, String) {
+fn audited(request: &AdminRequest, is_repeated: bool) -> (Option<AuditKind>, String) {
     let kind = match request {
         AdminRequest::PoolCreate { .. }
         | AdminRequest::PoolRemove { .. }
@@ -265,11 +265,9 @@ fn audited(request: &AdminRequest) -> (Option<AuditKind>, String) {
         AdminRequest::Accounts(AccountRequest::ListTenants | AccountRequest::ListUsers { .. }) => None,
         AdminRequest::Accounts(_) => Some(AuditKind::Changed),
         AdminRequest::IssueCapability { .. } => Some(AuditKind::Issued),
-        AdminRequest::Disk(DiskRequest { command, .. }) => match command {
-            DiskCommand::List | DiskCommand::Stat { .. } | DiskCommand::Usage { .. } => None,
-            _ => Some(AuditKind::Changed),
-        },
-        AdminRequest::ServeGateway { .. } => Some(AuditKind::Changed),
+        AdminRequest::Disk(DiskRequest { command, .. }) => command.is_change().then_some(AuditKind::Changed),
+        // The control plane repeats the request while the gateway serves, to check its rights.
+        AdminRequest::ServeGateway { .. } => (!is_repeated).then_some(AuditKind::Changed),
         AdminRequest::KillSession(_) => Some(AuditKind::SessionKilled),
         AdminRequest::PoolList { .. }
         | AdminRequest::TargetForget { .. }

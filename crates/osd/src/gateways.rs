@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use base::BoxFuture;
-use wire::{DiskReply, DiskRequest, Error, Result};
+use wire::{DiskCommand, DiskReply, DiskRequest, Error, Result};
 
 /// The gateways that are connected to the control plane.
 pub trait Gateways: Send + Sync {
@@ -22,12 +22,66 @@ impl std::fmt::Debug for GatewaysAt {
 }
 
 impl GatewaysAt {
-    pub(crate) async fn execute(&self, tenant: u32, request: DiskRequest) -> Result<DiskReply> {
-        match &self.0 {
-            Some(gateways) => gateways.execute(tenant, request).await,
-            None => Err(Error::CommandRefused(
-                "the node has no gateway; start one with `outboard gateway`".into(),
-            )),
+    /// Executes a request. If `is_repeated`, an earlier attempt may have taken effect. A refusal then means
+    /// nothing if the disks show that it has.
+    pub(crate) async fn execute(
+        &self,
+        tenant: u32,
+        request: DiskRequest,
+        is_repeated: bool,
+    ) -> Result<DiskReply> {
+        let Some(gateways) = &self.0 else {
+            let why = "the node has no gateway; start one with `outboard gateway`";
+            return Err(Error::CommandRefused(why.into()));
+        };
+        let list = DiskRequest { pool: request.pool.clone(), command: DiskCommand::List };
+        let command = request.command.clone();
+        let refusal = match gateways.execute(tenant, request).await {
+            Err(e) if is_repeated && is_refusal(&e) => e,
+            answer => return answer,
+        };
+        match gateways.execute(tenant, list).await {
+            Ok(DiskReply::Disks(disks)) if command.has_taken_effect(&disks) => Ok(DiskReply::Done),
+            _ => Err(refusal),
+        }
+    }
+}
+
+/// Whether a gateway has decided about the command.
+fn is_refusal(e: &Error) -> bool {
+    !e.is_transient() && !matches!(e, Error::OutcomeUnknown(_) | Error::Busy { .. })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Refuses all commands but `List`, to which it answers that there are no disks.
+    struct Empty;
+
+    impl Gateways for Empty {
+        fn execute(&self, _: u32, request: DiskRequest) -> BoxFuture<'static, Result<DiskReply>> {
+            let answer = match request.command {
+                DiskCommand::List => Ok(DiskReply::Disks(Vec::new())),
+                _ => Err(Error::CommandRefused("no".into())),
+            };
+            Box::pin(std::future::ready(answer))
+        }
+    }
+
+    #[tokio::test]
+    async fn only_a_repetition_of_a_removal_succeeds_without_the_disk() {
+        let gateways = GatewaysAt(Some(Arc::new(Empty)));
+        let remove = DiskCommand::Remove { disk: "d".into(), with_snapshots: false };
+        let create = DiskCommand::Create { disk: "d".into(), size: 4096, chunk: 0 };
+        let refused = || Err(Error::CommandRefused("no".into()));
+        for (command, is_repeated, expected) in [
+            (remove.clone(), true, Ok(DiskReply::Done)),
+            (remove, false, refused()),
+            (create, true, refused()),
+        ] {
+            let request = DiskRequest { pool: "p".into(), command };
+            assert_eq!(gateways.execute(1, request, is_repeated).await, expected);
         }
     }
 }

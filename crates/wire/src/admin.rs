@@ -119,7 +119,8 @@ pub enum AdminRequest {
     TuneChannel(TuningChange),
     /// Manages virtual disks. A gateway of the caller's tenant executes the request.
     Disk(DiskRequest),
-    /// Begins to serve as a gateway of the caller's tenant.
+    /// Begins to serve as a gateway of the caller's tenant. A repetition checks whether the gateway may
+    /// continue.
     ServeGateway {
         /// Name of the gateway.
         name: String,

@@ -120,6 +120,43 @@ impl DiskCommand {
             | DiskCommand::Detach { disk } => Some(disk),
         }
     }
+
+    /// Returns whether the command changes a disk or its attachment.
+    #[must_use]
+    pub fn is_change(&self) -> bool {
+        !matches!(self, DiskCommand::List | DiskCommand::Stat { .. } | DiskCommand::Usage { .. })
+    }
+
+    /// Returns whether an earlier attempt of the command has taken effect, if `disks` are the disks of its
+    /// pool. Returns false for commands whose effect the disks do not show, or that a gateway may execute
+    /// twice.
+    #[must_use]
+    pub fn has_taken_effect(&self, disks: &[DiskInfo]) -> bool {
+        let find = |name: &str| disks.iter().find(|disk| disk.name == name);
+        let has_snapshot = |disk: &str, snapshot: &str| {
+            let is_kept = |kept: &SnapshotInfo| kept.name == snapshot && !kept.is_removing;
+            find(disk).is_some_and(|disk| disk.snapshots.iter().any(is_kept))
+        };
+        match self {
+            DiskCommand::Create { disk, size, chunk } => {
+                find(disk).is_some_and(|disk| disk.size == *size && (*chunk == 0 || disk.chunk == *chunk))
+            }
+            DiskCommand::Remove { disk, .. } => find(disk).is_none(),
+            DiskCommand::Snapshot { disk, snapshot } => has_snapshot(disk, snapshot),
+            DiskCommand::RemoveSnapshot { disk, snapshot } => !has_snapshot(disk, snapshot),
+            DiskCommand::Clone { disk, snapshot, clone } => {
+                let parent = format!("{disk}@{snapshot}");
+                find(clone).is_some_and(|clone| clone.parent.as_ref() == Some(&parent))
+            }
+            DiskCommand::Detach { disk } => find(disk).is_some_and(|disk| disk.gateway.is_none()),
+            DiskCommand::List
+            | DiskCommand::Stat { .. }
+            | DiskCommand::Usage { .. }
+            | DiskCommand::Resize { .. }
+            | DiskCommand::Flatten { .. }
+            | DiskCommand::Attach { .. } => false,
+        }
+    }
 }
 
 /// How a guest or client reaches an attached disk. Its text form is `vhost-user:PATH` or `nbd:ADDRESS`.
@@ -171,6 +208,9 @@ pub enum DiskReply {
     Usage(DiskSpace),
     /// The disk is attached, and the front end can connect to this address.
     Attached(FrontEnd),
+    /// The gateway has executed nothing, because the disk is attached to another gateway, which must execute
+    /// the command. The control plane then asks the next gateway, so callers do not see this answer.
+    NotHere,
 }
 
 /// A disk, as operators see it.
@@ -225,6 +265,66 @@ pub struct DiskSpace {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn disks_show_whether_a_command_has_taken_effect() {
+        let snapshot = |name: &str, is_removing| SnapshotInfo {
+            name: name.into(),
+            size: 4096,
+            created_ms: 1,
+            is_removing,
+        };
+        let disk = |name: &str| DiskInfo {
+            name: name.into(),
+            size: 4096,
+            chunk: 512,
+            created_ms: 1,
+            serial: String::new(),
+            nguid: String::new(),
+            snapshots: vec![snapshot("s", false), snapshot("leaving", true)],
+            parent: None,
+            is_flattening: false,
+            gateway: None,
+            attached_ms: None,
+        };
+        let clone = DiskInfo { parent: Some("d@s".into()), gateway: Some("g".into()), ..disk("c") };
+        let disks = [clone, disk("d")];
+        let create = |disk: &str, size, chunk| DiskCommand::Create { disk: disk.into(), size, chunk };
+        let remove = |disk: &str| DiskCommand::Remove { disk: disk.into(), with_snapshots: true };
+        let take = |snapshot: &str| DiskCommand::Snapshot { disk: "d".into(), snapshot: snapshot.into() };
+        let drop =
+            |snapshot: &str| DiskCommand::RemoveSnapshot { disk: "d".into(), snapshot: snapshot.into() };
+        let clone_to = |disk: &str, clone: &str| DiskCommand::Clone {
+            disk: disk.into(),
+            snapshot: "s".into(),
+            clone: clone.into(),
+        };
+        let detach = |disk: &str| DiskCommand::Detach { disk: disk.into() };
+        for (command, expected) in [
+            (create("d", 4096, 0), true),
+            (create("d", 4096, 512), true),
+            (create("d", 4096, 1024), false),
+            (create("d", 8192, 0), false),
+            (create("new", 4096, 0), false),
+            (remove("d"), false),
+            (remove("gone"), true),
+            (take("s"), true),
+            (take("leaving"), false),
+            (take("t"), false),
+            (drop("s"), false),
+            (drop("leaving"), true),
+            (drop("t"), true),
+            (clone_to("d", "c"), true),
+            (clone_to("e", "c"), false),
+            (clone_to("d", "d"), false),
+            (detach("d"), true),
+            (detach("c"), false),
+            (detach("gone"), false),
+            (DiskCommand::Flatten { disk: "d".into() }, false),
+        ] {
+            assert_eq!(command.has_taken_effect(&disks), expected, "{command:?}");
+        }
+    }
 
     #[test]
     fn a_front_end_is_read_as_it_is_shown() {
