@@ -14,11 +14,13 @@ use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Status};
-use wire::{AccountRequest, AdminReply, AdminRequest, PoolInfo, PoolLoss, UserInfo};
+use wire::{AccountRequest, AdminReply, AdminRequest, Error, PoolInfo, PoolLoss, UserInfo};
 
 use crate::calls::{
     BadAnswer, faults, pool_info, pool_loss, session_info, stripe_unit, tenant_info, user_info,
 };
+use crate::disks::call_disks;
+use crate::gateway_orders::GatewayOrders;
 use crate::proto::accounts_client::AccountsClient;
 use crate::proto::capabilities_client::CapabilitiesClient;
 use crate::proto::debug_client::DebugClient;
@@ -28,6 +30,7 @@ use crate::proto::sessions_client::SessionsClient;
 use crate::proto::targets_client::TargetsClient;
 use crate::proto::{self};
 use crate::refusal::error_in;
+use crate::server::KEEPALIVE;
 
 /// Time limit for connecting.
 const CONNECT_TIME: Duration = Duration::from_secs(5);
@@ -125,7 +128,32 @@ impl ControlClient {
             called.map_err(|e| match e {
                 FailedCall::Status(status) => self.failed(endpoint, &status),
                 FailedCall::Answer(e) => ControlError::BadAnswer(e.0),
+                FailedCall::Refused(e) => ControlError::Refused(e),
             })
+        })
+    }
+
+    /// Connects to the control plane with the address `endpoint` (`host:port`) as the gateway `name` of the
+    /// client's tenant. The connection serves nothing else, and stays open. Both sides notice within 30 s
+    /// that the other side is dead.
+    ///
+    /// # Errors
+    /// If the node refuses the gateway or cannot be reached.
+    pub fn serve_gateway<'a>(
+        &'a self,
+        endpoint: &'a str,
+        name: &'a str,
+    ) -> BoxFuture<'a, Result<GatewayOrders, ControlError>> {
+        Box::pin(async move {
+            let channel = self.open(endpoint).await?;
+            let began = tokio::time::timeout(CONNECT_TIME, GatewayOrders::begin(channel, endpoint, name));
+            match began.await {
+                Ok(began) => began.map_err(|status| error_of(endpoint, &status)),
+                Err(_) => Err(ControlError::Unreachable {
+                    endpoint: endpoint.to_owned(),
+                    reason: "it does not answer in time".into(),
+                }),
+            }
         })
     }
 
@@ -158,6 +186,13 @@ impl ControlClient {
         if let Some((_, channel)) = known.filter(|(at, _)| at == endpoint) {
             return Ok(channel);
         }
+        let channel = self.open(endpoint).await?;
+        lock(&self.kept).channel = Some((endpoint.to_owned(), channel.clone()));
+        Ok(channel)
+    }
+
+    /// Opens another connection to the control plane.
+    async fn open(&self, endpoint: &str) -> Result<Channel, ControlError> {
         let unreachable =
             |reason: String| ControlError::Unreachable { endpoint: endpoint.to_owned(), reason };
         let connecting = tokio::time::timeout(CONNECT_TIME, self.connect(endpoint)).await;
@@ -170,10 +205,10 @@ impl ControlClient {
             std::future::ready(stream.ok_or_else(gone))
         });
         // The connection exists already, so the address only names it in messages.
-        let channel = Endpoint::from_static("http://node").connect_with_connector(connector).await;
-        let channel = channel.map_err(|e| unreachable(e.to_string()))?;
-        lock(&self.kept).channel = Some((endpoint.to_owned(), channel.clone()));
-        Ok(channel)
+        let node = Endpoint::from_static("http://node")
+            .http2_keep_alive_interval(KEEPALIVE.0)
+            .keep_alive_timeout(KEEPALIVE.1);
+        node.connect_with_connector(connector).await.map_err(|e| unreachable(e.to_string()))
     }
 
     async fn connect(&self, endpoint: &str) -> Result<TlsStream<TcpStream>, ControlError> {
@@ -200,25 +235,41 @@ impl ControlClient {
 
     /// Returns the error for a status, and forgets a connection that has ended.
     fn failed(&self, endpoint: &str, status: &Status) -> ControlError {
-        if let Some(error) = error_in(status) {
-            return ControlError::Refused(error);
+        let error = error_of(endpoint, status);
+        if matches!(error, ControlError::Unreachable { .. }) {
+            lock(&self.kept).channel = None;
         }
-        match status.code() {
-            Code::Unauthenticated | Code::PermissionDenied => {
-                ControlError::NotPermitted(status.message().to_owned())
-            }
-            _ => {
-                lock(&self.kept).channel = None;
-                let reason = format!("{}: {}", status.code().description(), status.message());
-                ControlError::Unreachable { endpoint: endpoint.to_owned(), reason }
-            }
+        error
+    }
+}
+
+/// Returns the error for a status.
+pub(crate) fn error_of(endpoint: &str, status: &Status) -> ControlError {
+    if let Some(error) = error_in(status) {
+        return ControlError::Refused(error);
+    }
+    match status.code() {
+        Code::Unauthenticated | Code::PermissionDenied => {
+            ControlError::NotPermitted(status.message().to_owned())
+        }
+        _ => {
+            let reason = format!("{}: {}", status.code().description(), status.message());
+            ControlError::Unreachable { endpoint: endpoint.to_owned(), reason }
         }
     }
 }
 
-enum FailedCall {
+pub(crate) enum FailedCall {
     Status(Status),
     Answer(BadAnswer),
+    /// The client cannot make the call.
+    Refused(Error),
+}
+
+impl From<Error> for FailedCall {
+    fn from(e: Error) -> FailedCall {
+        FailedCall::Refused(e)
+    }
 }
 
 impl From<Status> for FailedCall {
@@ -334,12 +385,13 @@ async fn call(channel: Channel, request: AdminRequest, repeated: bool) -> Result
             SessionsClient::new(channel).kill_session(request).await?;
             AdminReply::Done
         }
-        AdminRequest::Disk(_) | AdminRequest::ServeGateway { .. } => {
-            return Err(FailedCall::Answer(BadAnswer("not served yet".into())));
-        }
         AdminRequest::Audit { limit } => {
             let answer = node.get_audit(proto::GetAuditRequest { limit }).await?.into_inner();
             AdminReply::Audit(answer.entries)
+        }
+        AdminRequest::Disk(request) => return call_disks(channel, request, repeated).await,
+        AdminRequest::ServeGateway { .. } => {
+            return Err(Error::BadRequest("a gateway serves with ControlClient::serve_gateway".into()).into());
         }
         AdminRequest::WhoAmI => {
             let answer = CapabilitiesClient::new(channel).get_caller(proto::GetCallerRequest {}).await?;

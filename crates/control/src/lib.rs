@@ -5,6 +5,9 @@
 //! [`AdminRequest`](wire::AdminRequest) to an [`Administrator`], which the osd implements.
 //! [`ControlClient`] makes the calls. Both ends prove their keys in the TLS handshake.
 //!
+//! A [`GatewayRegistry`] passes requests about disks from the osd to the gateways that are connected to the
+//! control plane. A gateway receives them as [`GatewayOrders`].
+//!
 //! If the control plane is down, clients still read and write.
 
 #![forbid(unsafe_code)]
@@ -12,10 +15,16 @@
 
 mod calls;
 mod client;
+mod disk_services;
+mod disks;
+mod gateway_orders;
+mod gateways;
 pub mod proto;
 mod refusal;
 mod server;
 mod services;
 
 pub use client::{ControlClient, ControlError};
+pub use gateway_orders::{GatewayAnswers, GatewayOrders};
+pub use gateways::GatewayRegistry;
 pub use server::{Administrator, ControlListener, ControlServer};

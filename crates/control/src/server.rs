@@ -25,9 +25,12 @@ use tonic::transport::server::Connected;
 use tonic::{Request, Status};
 use wire::{AdminReply, AdminRequest};
 
+use crate::gateways::GatewayRegistry;
 use crate::proto::accounts_server::AccountsServer;
 use crate::proto::capabilities_server::CapabilitiesServer;
 use crate::proto::debug_server::DebugServer;
+use crate::proto::disks_server::DisksServer;
+use crate::proto::gateways_server::GatewaysServer;
 use crate::proto::node_server::NodeServer;
 use crate::proto::pools_server::PoolsServer;
 use crate::proto::sessions_server::SessionsServer;
@@ -56,7 +59,7 @@ const BACKLOG: usize = 16;
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
 /// Time between two probes of an idle connection, and time limit of the answer.
-const KEEPALIVE: (Duration, Duration) = (Duration::from_secs(30), Duration::from_secs(10));
+pub(crate) const KEEPALIVE: (Duration, Duration) = (Duration::from_secs(20), Duration::from_secs(10));
 
 /// Maximum number of calls of a connection at a time. Further calls wait at the client.
 const CALLS_MAX: u32 = 16;
@@ -129,7 +132,8 @@ pub struct ControlServer {
 }
 
 impl ControlServer {
-    /// Starts to serve calls at the listener's address. `trust` says whose calls the server accepts.
+    /// Starts to serve calls at the listener's address. `trust` says whose calls the server accepts. The
+    /// gateways that connect are registered in `gateways`.
     ///
     /// # Errors
     /// If the system cannot start a thread.
@@ -137,12 +141,13 @@ impl ControlServer {
         listener: ControlListener,
         trust: Trust,
         administrator: Arc<dyn Administrator>,
+        gateways: GatewayRegistry,
     ) -> io::Result<ControlServer> {
         let address = listener.address;
         let (stop, stopped) = oneshot::channel();
         let runtime = base::task::runtime()?;
         let body = move || {
-            let serving = serve(listener.listener, trust, administrator);
+            let serving = serve(listener.listener, trust, Services { administrator, gateways });
             runtime.block_on(async {
                 tokio::select! {
                     result = serving => if let Err(error) = result {
@@ -177,7 +182,7 @@ impl Drop for ControlServer {
 async fn serve(
     listener: std::net::TcpListener,
     trust: Trust,
-    administrator: Arc<dyn Administrator>,
+    services: Services,
 ) -> Result<(), Box<dyn std::error::Error>> {
     let listener = TcpListener::from_std(listener)?;
     let config = trust.server_config(Protocol::Control).ok_or("this process may not act as server")?;
@@ -190,7 +195,6 @@ async fn serve(
     });
     let sweeping = sweep(trust.clone(), Arc::clone(&reception.places));
     let accepting = accept_all(listener, reception);
-    let services = Services(administrator);
     let guard = move |request: Request<()>| check_caller(&trust, request);
     let node = NodeServer::new(services.clone()).max_decoding_message_size(REQUEST_BYTES_MAX);
     let pools = PoolsServer::new(services.clone()).max_decoding_message_size(REQUEST_BYTES_MAX);
@@ -198,6 +202,8 @@ async fn serve(
     let accounts = AccountsServer::new(services.clone()).max_decoding_message_size(REQUEST_BYTES_MAX);
     let sessions = SessionsServer::new(services.clone()).max_decoding_message_size(REQUEST_BYTES_MAX);
     let debug = DebugServer::new(services.clone()).max_decoding_message_size(REQUEST_BYTES_MAX);
+    let disks = DisksServer::new(services.clone()).max_decoding_message_size(REQUEST_BYTES_MAX);
+    let gateways = GatewaysServer::new(services.clone()).max_decoding_message_size(REQUEST_BYTES_MAX);
     let capabilities = CapabilitiesServer::new(services).max_decoding_message_size(REQUEST_BYTES_MAX);
     let (health, healthy) = tonic_health::server::health_reporter();
     health.set_serving::<NodeServer<Services>>().await;
@@ -225,6 +231,8 @@ async fn serve(
         .add_service(capabilities)
         .add_service(sessions)
         .add_service(debug)
+        .add_service(disks)
+        .add_service(gateways)
         .add_service(healthy)
         .add_service(reflection)
         .serve_with_incoming(incoming);

@@ -9,6 +9,7 @@ use tonic::{Request, Response, Status};
 use wire::{AccessGrant, AccountName, AccountRequest, AdminReply, AdminRequest, Error, Scope, Verbs};
 
 use crate::calls::{redundancy, unexpected};
+use crate::gateways::GatewayRegistry;
 use crate::proto::{
     self, accounts_server, capabilities_server, debug_server, node_server, pools_server, sessions_server,
     targets_server,
@@ -16,22 +17,27 @@ use crate::proto::{
 use crate::refusal::status_of;
 use crate::server::Administrator;
 
-/// All services, with the osd that they administer.
+/// All services.
 #[derive(Clone)]
-pub(crate) struct Services(pub(crate) Arc<dyn Administrator>);
+pub(crate) struct Services {
+    /// The osd that they administer.
+    pub(crate) administrator: Arc<dyn Administrator>,
+    /// The connected gateways.
+    pub(crate) gateways: GatewayRegistry,
+}
 
-type GrpcAnswer<T> = Result<Response<T>, Status>;
+pub(crate) type GrpcAnswer<T> = Result<Response<T>, Status>;
 
 impl Services {
     /// Executes a request of a caller. `is_repeated` says whether an earlier attempt may have taken
     /// effect.
-    async fn ask(
+    pub(crate) async fn ask(
         &self,
         caller: Caller,
         request: AdminRequest,
         is_repeated: bool,
     ) -> Result<AdminReply, Status> {
-        self.0.administer(caller, request, is_repeated).await.map_err(|e| status_of(&e))
+        self.administrator.administer(caller, request, is_repeated).await.map_err(|e| status_of(&e))
     }
 
     /// Executes a request that has no result.
@@ -44,7 +50,7 @@ impl Services {
 }
 
 /// Returns who makes a call.
-fn caller_of<T>(call: &Request<T>) -> Result<Caller, Status> {
+pub(crate) fn caller_of<T>(call: &Request<T>) -> Result<Caller, Status> {
     let caller = call.extensions().get::<Caller>().cloned();
     caller.ok_or_else(|| Status::unauthenticated("the client has proved no key"))
 }

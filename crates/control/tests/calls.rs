@@ -6,14 +6,15 @@ use std::time::{Duration, Instant};
 
 use base::BoxFuture;
 use base::fault::Armed;
-use control::{Administrator, ControlClient, ControlError, ControlListener, ControlServer};
+use control::{Administrator, ControlClient, ControlError, ControlListener, ControlServer, GatewayRegistry};
 use identity::{Caller, Identity, IdentityError, KeyHash, Trust, UserDirectory, UserName};
 use wire::AccountRequest::{
     CreateTenant, CreateUser, Grant, ListTenants, ListUsers, RemoveTenant, RemoveUser, Revoke,
 };
 use wire::{
-    AccountName, AdminReply, AdminRequest, ChannelTuning, Error, PoolInfo, PoolLoss, Redundancy, Role,
-    ScrubStatus, SessionId, SessionInfo, TenantInfo, TuningChange, UserInfo, Verbs,
+    AccountName, AdminReply, AdminRequest, ChannelTuning, DiskCommand, DiskInfo, DiskReply, DiskRequest,
+    DiskSpace, Error, PoolInfo, PoolLoss, Redundancy, Role, ScrubStatus, SessionId, SessionInfo,
+    SnapshotInfo, TenantInfo, TuningChange, UserInfo, Verbs,
 };
 
 /// An administrator that records the requests and answers from a list.
@@ -67,7 +68,9 @@ impl World {
         let recorder = Arc::<Recorder>::default();
         let listener = ControlListener::bind("127.0.0.1:0").unwrap();
         let trust = Trust::server(&node, Arc::clone(&users) as _);
-        let server = ControlServer::start(listener, trust, Arc::clone(&recorder) as _).unwrap();
+        let server =
+            ControlServer::start(listener, trust, Arc::clone(&recorder) as _, GatewayRegistry::default())
+                .unwrap();
         World { recorder, users, node, user, server }
     }
 
@@ -87,6 +90,96 @@ impl World {
         *self.recorder.answer.lock().unwrap() = Some(answer);
         self.client().administer(&self.endpoint(), request, false).await
     }
+}
+
+/// All requests about disks, with their replies.
+fn disk_calls() -> Vec<(AdminRequest, AdminReply)> {
+    let snapshot = SnapshotInfo { name: "s".into(), size: 4096, created_ms: 3, is_removing: true };
+    let clone = DiskInfo {
+        name: "clone".into(),
+        size: 1 << 40,
+        chunk: 4 << 20,
+        created_ms: 1,
+        serial: "serial".into(),
+        nguid: "0123456789abcdef0123456789abcdef".into(),
+        snapshots: vec![snapshot],
+        parent: Some("d@s".into()),
+        is_flattening: true,
+        gateway: Some("g".into()),
+        attached_ms: Some(2),
+    };
+    let plain = DiskInfo {
+        snapshots: vec![],
+        parent: None,
+        is_flattening: false,
+        gateway: None,
+        attached_ms: None,
+        ..clone.clone()
+    };
+    let (disk, snapshot) = (|| "d".to_owned(), || "s".to_owned());
+    let attach = |front_end: &str, gateway: Option<&str>| DiskCommand::Attach {
+        disk: disk(),
+        front_end: front_end.parse().unwrap(),
+        gateway: gateway.map(str::to_owned),
+        takes_over: gateway.is_some(),
+        is_read_only: gateway.is_none(),
+    };
+    let attached = |front_end: &str| DiskReply::Attached(front_end.parse().unwrap());
+    let commands = [
+        (DiskCommand::Create { disk: disk(), size: 1 << 40, chunk: 1 << 20 }, DiskReply::Done),
+        (DiskCommand::List, DiskReply::Disks(vec![clone, plain.clone()])),
+        (DiskCommand::Stat { disk: disk() }, DiskReply::Disks(vec![plain])),
+        (DiskCommand::Remove { disk: disk(), with_snapshots: true }, DiskReply::Done),
+        (DiskCommand::Resize { disk: disk(), size: 1 << 41, shrinks: true }, DiskReply::Done),
+        (DiskCommand::Snapshot { disk: disk(), snapshot: snapshot() }, DiskReply::Done),
+        (DiskCommand::RemoveSnapshot { disk: disk(), snapshot: snapshot() }, DiskReply::Done),
+        (DiskCommand::Clone { disk: disk(), snapshot: snapshot(), clone: "c".into() }, DiskReply::Done),
+        (DiskCommand::Flatten { disk: disk() }, DiskReply::Done),
+        (
+            DiskCommand::Usage { disk: disk() },
+            DiskReply::Usage(DiskSpace { size: 1 << 40, allocated: 1 << 30 }),
+        ),
+        (attach("vhost-user:/run/vm.sock", Some("g")), attached("vhost-user:/run/vm.sock")),
+        (attach("nbd:127.0.0.1:0", None), attached("nbd:127.0.0.1:10809")),
+        (DiskCommand::Detach { disk: disk() }, DiskReply::Done),
+    ];
+    let pool = || "films".to_owned();
+    let call = |(command, reply)| {
+        (AdminRequest::Disk(DiskRequest { pool: pool(), command }), AdminReply::Disk(reply))
+    };
+    commands.into_iter().map(call).collect()
+}
+
+#[tokio::test]
+async fn repetitions_of_commands_about_disks_are_marked_and_wrong_replies_are_errors() {
+    let world = World::new();
+    let client = world.client();
+    for (request, reply) in disk_calls() {
+        let AdminRequest::Disk(DiskRequest { command, .. }) = &request else { panic!("{request:?}") };
+        let is_marked = matches!(
+            command,
+            DiskCommand::Create { .. }
+                | DiskCommand::Remove { .. }
+                | DiskCommand::Snapshot { .. }
+                | DiskCommand::RemoveSnapshot { .. }
+                | DiskCommand::Clone { .. }
+                | DiskCommand::Detach { .. }
+        );
+        *world.recorder.answer.lock().unwrap() = Some(Ok(reply.clone()));
+        let answer = client.administer(&world.endpoint(), request.clone(), true).await;
+        assert_eq!(answer, Ok(reply));
+        assert_eq!(world.recorder.seen.lock().unwrap().pop(), Some((request.clone(), is_marked)));
+        for wrong in [AdminReply::Done, AdminReply::Disk(DiskReply::NotHere)] {
+            let answer = world.call(request.clone(), Ok(wrong)).await;
+            assert!(
+                matches!(answer, Err(ControlError::Refused(Error::BadRequest(_) | Error::CommandRefused(_)))),
+                "{request:?}: {answer:?}"
+            );
+        }
+    }
+    let serve = AdminRequest::ServeGateway { name: "g".into() };
+    let refused = client.administer(&world.endpoint(), serve, false).await;
+    assert!(matches!(refused, Err(ControlError::Refused(Error::BadRequest(_)))), "{refused:?}");
 }
 
 #[tokio::test]
@@ -170,7 +263,7 @@ async fn every_request_and_every_reply_arrives_unchanged() {
             AdminReply::Done,
         ),
     ];
-    for (request, reply) in calls {
+    for (request, reply) in calls.into_iter().chain(disk_calls()) {
         let answer = world.call(request.clone(), Ok(reply.clone())).await;
         assert_eq!(answer, Ok(reply));
         assert_eq!(world.recorder.seen.lock().unwrap().pop(), Some((request, false)));
@@ -221,12 +314,20 @@ async fn a_client_continues_with_a_server_that_restarts() {
     let endpoint = world.endpoint();
     let trust = Trust::server(&world.node, Arc::clone(&world.users) as _);
     let spare = ControlListener::bind("127.0.0.1:0").unwrap();
-    let unused = ControlServer::start(spare, trust.clone(), Arc::clone(&world.recorder) as _).unwrap();
+    let unused = ControlServer::start(
+        spare,
+        trust.clone(),
+        Arc::clone(&world.recorder) as _,
+        GatewayRegistry::default(),
+    )
+    .unwrap();
     drop(std::mem::replace(&mut world.server, unused));
     let down = client.administer(&endpoint, AdminRequest::SetRebuildRate(0), false).await;
     assert!(matches!(down, Err(ControlError::Unreachable { .. })), "{down:?}");
     let listener = ControlListener::bind(&endpoint).unwrap();
-    let _again = ControlServer::start(listener, trust, Arc::clone(&world.recorder) as _).unwrap();
+    let _again =
+        ControlServer::start(listener, trust, Arc::clone(&world.recorder) as _, GatewayRegistry::default())
+            .unwrap();
     let began = Instant::now();
     while client.administer(&endpoint, AdminRequest::SetRebuildRate(0), false).await.is_err() {
         assert!(began.elapsed() < Duration::from_secs(10), "the client does not connect again");

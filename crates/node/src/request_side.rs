@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
+use base::BoxFuture;
 use base::block::BLOCK_SIZE;
 use base::budget::spare_descriptors;
 use base::fault::Faults;
@@ -14,10 +15,11 @@ use base::mem::Arena;
 use base::pool::BufferPool;
 use channel::ofi::{OfiEngine, OfiOptions};
 use channel::{DmaEngine, MemoryLayout, Profile, SeatClaim, ShmEngine, ShmOptions};
+use control::GatewayRegistry;
 use identity::{ProofKey, Trust};
 use messenger::{NetworkStack, UseAs};
 use osd::{
-    AuditAt, AuditSink, DebugAt, Directory, FirstShard, FurtherShard, OffloadSource, OsdConfig,
+    AuditAt, AuditSink, DebugAt, Directory, FirstShard, FurtherShard, GatewaysAt, OffloadSource, OsdConfig,
     ShardResources, StripesAt, UsageSource,
 };
 use proxy::{Attachment, AttachmentOptions, StoreEndpoint};
@@ -26,7 +28,7 @@ use store::stripes::Engines;
 use tokio::sync::oneshot;
 use uuid::Uuid;
 use wire::limits::MAX_SHARDS;
-use wire::{ChannelTuning, Placement};
+use wire::{ChannelTuning, DiskReply, DiskRequest, Placement};
 
 use super::announce::Ready;
 use super::coding;
@@ -88,6 +90,17 @@ pub struct ShardCommon {
     pub users: Directory,
     /// Address of the control plane.
     pub control: SocketAddr,
+    /// The gateways that are connected to the control plane.
+    pub gateways: GatewayRegistry,
+}
+
+/// Passes requests about disks from the osd to the gateways.
+struct ConnectedGateways(GatewayRegistry);
+
+impl osd::Gateways for ConnectedGateways {
+    fn execute(&self, tenant: u32, request: DiskRequest) -> BoxFuture<'static, wire::Result<DiskReply>> {
+        self.0.execute(tenant, request)
+    }
 }
 
 impl ShardCommon {
@@ -308,6 +321,7 @@ async fn open(common: &ShardCommon, number: u16) -> Result<OpenShard> {
         audit: AuditAt(Some(Arc::clone(&common.audit))),
         control: Some(common.control.to_string()),
         debug: DebugAt(Some(Arc::new(common.controls.clone()))),
+        gateways: GatewaysAt(Some(Arc::new(ConnectedGateways(common.gateways.clone())))),
         orphan_grace: config.osd.orphan_grace.0,
         collect_interval: config.osd.collect_interval.0,
         requests_per_connection: config.osd.requests_per_connection,

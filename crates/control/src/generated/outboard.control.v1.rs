@@ -468,6 +468,315 @@ pub struct TuneChannelResponse {
     #[prost(uint64, tag = "5")]
     pub poll_us: u64,
 }
+/// How a guest or client reaches an attached disk.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct FrontEnd {
+    #[prost(oneof = "front_end::Kind", tags = "1, 2")]
+    pub kind: ::core::option::Option<front_end::Kind>,
+}
+/// Nested message and enum types in `FrontEnd`.
+pub mod front_end {
+    #[derive(Clone, PartialEq, Eq, Hash, ::prost::Oneof)]
+    pub enum Kind {
+        /// A vhost-user-blk device at the UNIX socket with this path.
+        #[prost(string, tag = "1")]
+        VhostUser(::prost::alloc::string::String),
+        /// An NBD export at this address: `HOST:PORT`, or the path of a UNIX socket.
+        #[prost(string, tag = "2")]
+        Nbd(::prost::alloc::string::String),
+    }
+}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct Snapshot {
+    #[prost(string, tag = "1")]
+    pub name: ::prost::alloc::string::String,
+    /// Size of the disk at that time, in bytes.
+    #[prost(uint64, tag = "2")]
+    pub size: u64,
+    /// Time of the snapshot, in milliseconds since 1970.
+    #[prost(uint64, tag = "3")]
+    pub created_ms: u64,
+    /// Whether the snapshot is being removed.
+    #[prost(bool, tag = "4")]
+    pub removing: bool,
+}
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct Disk {
+    #[prost(string, tag = "1")]
+    pub name: ::prost::alloc::string::String,
+    /// Size, in bytes.
+    #[prost(uint64, tag = "2")]
+    pub size: u64,
+    /// Size of a chunk, in bytes.
+    #[prost(uint64, tag = "3")]
+    pub chunk: u64,
+    /// Time of creation, in milliseconds since 1970.
+    #[prost(uint64, tag = "4")]
+    pub created_ms: u64,
+    /// Serial number.
+    #[prost(string, tag = "5")]
+    pub serial: ::prost::alloc::string::String,
+    /// Namespace globally unique identifier, 32 hexadecimal digits.
+    #[prost(string, tag = "6")]
+    pub nguid: ::prost::alloc::string::String,
+    /// The snapshots, oldest first.
+    #[prost(message, repeated, tag = "7")]
+    pub snapshots: ::prost::alloc::vec::Vec<Snapshot>,
+    /// The snapshot of which the disk is a clone: `DISK@SNAPSHOT`.
+    #[prost(string, optional, tag = "8")]
+    pub parent: ::core::option::Option<::prost::alloc::string::String>,
+    /// Whether the disk is being flattened.
+    #[prost(bool, tag = "9")]
+    pub flattening: bool,
+    /// The gateway to which the disk is attached.
+    #[prost(string, optional, tag = "10")]
+    pub gateway: ::core::option::Option<::prost::alloc::string::String>,
+    /// Time of the attachment, in milliseconds since 1970.
+    #[prost(uint64, optional, tag = "11")]
+    pub attached_ms: ::core::option::Option<u64>,
+}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct CreateDiskRequest {
+    #[prost(string, tag = "1")]
+    pub pool: ::prost::alloc::string::String,
+    #[prost(string, tag = "2")]
+    pub disk: ::prost::alloc::string::String,
+    /// Size, in bytes.
+    #[prost(uint64, tag = "3")]
+    pub size: u64,
+    /// Size of a chunk, in bytes; 0 for the default.
+    #[prost(uint64, tag = "4")]
+    pub chunk: u64,
+    /// Whether an earlier attempt of the same call may have created the disk. If so, an existing disk of
+    /// this size is not an error.
+    #[prost(bool, tag = "5")]
+    pub repeated: bool,
+}
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct CreateDiskResponse {}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct ListDisksRequest {
+    #[prost(string, tag = "1")]
+    pub pool: ::prost::alloc::string::String,
+}
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct ListDisksResponse {
+    #[prost(message, repeated, tag = "1")]
+    pub disks: ::prost::alloc::vec::Vec<Disk>,
+}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct GetDiskRequest {
+    #[prost(string, tag = "1")]
+    pub pool: ::prost::alloc::string::String,
+    #[prost(string, tag = "2")]
+    pub disk: ::prost::alloc::string::String,
+}
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct GetDiskResponse {
+    #[prost(message, optional, tag = "1")]
+    pub disk: ::core::option::Option<Disk>,
+}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct RemoveDiskRequest {
+    #[prost(string, tag = "1")]
+    pub pool: ::prost::alloc::string::String,
+    #[prost(string, tag = "2")]
+    pub disk: ::prost::alloc::string::String,
+    /// Whether to remove the snapshots of the disk, too.
+    #[prost(bool, tag = "3")]
+    pub with_snapshots: bool,
+    /// Whether an earlier attempt of the same call may have removed the disk. If so, a missing disk is not
+    /// an error.
+    #[prost(bool, tag = "4")]
+    pub repeated: bool,
+}
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct RemoveDiskResponse {}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct ResizeDiskRequest {
+    #[prost(string, tag = "1")]
+    pub pool: ::prost::alloc::string::String,
+    #[prost(string, tag = "2")]
+    pub disk: ::prost::alloc::string::String,
+    /// New size, in bytes.
+    #[prost(uint64, tag = "3")]
+    pub size: u64,
+    /// Whether the disk may become smaller, and lose data.
+    #[prost(bool, tag = "4")]
+    pub shrink: bool,
+}
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct ResizeDiskResponse {}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct SnapshotDiskRequest {
+    #[prost(string, tag = "1")]
+    pub pool: ::prost::alloc::string::String,
+    #[prost(string, tag = "2")]
+    pub disk: ::prost::alloc::string::String,
+    #[prost(string, tag = "3")]
+    pub snapshot: ::prost::alloc::string::String,
+    /// Whether an earlier attempt of the same call may have taken the snapshot. If so, an existing snapshot
+    /// is not an error.
+    #[prost(bool, tag = "4")]
+    pub repeated: bool,
+}
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct SnapshotDiskResponse {}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct RemoveSnapshotRequest {
+    #[prost(string, tag = "1")]
+    pub pool: ::prost::alloc::string::String,
+    #[prost(string, tag = "2")]
+    pub disk: ::prost::alloc::string::String,
+    #[prost(string, tag = "3")]
+    pub snapshot: ::prost::alloc::string::String,
+    /// Whether an earlier attempt of the same call may have removed the snapshot. If so, a missing snapshot
+    /// is not an error.
+    #[prost(bool, tag = "4")]
+    pub repeated: bool,
+}
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct RemoveSnapshotResponse {}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct CloneSnapshotRequest {
+    #[prost(string, tag = "1")]
+    pub pool: ::prost::alloc::string::String,
+    #[prost(string, tag = "2")]
+    pub disk: ::prost::alloc::string::String,
+    #[prost(string, tag = "3")]
+    pub snapshot: ::prost::alloc::string::String,
+    /// Name of the new disk, in the same pool.
+    #[prost(string, tag = "4")]
+    pub clone: ::prost::alloc::string::String,
+    /// Whether an earlier attempt of the same call may have created the clone. If so, an existing clone of
+    /// this snapshot is not an error.
+    #[prost(bool, tag = "5")]
+    pub repeated: bool,
+}
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct CloneSnapshotResponse {}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct FlattenDiskRequest {
+    #[prost(string, tag = "1")]
+    pub pool: ::prost::alloc::string::String,
+    #[prost(string, tag = "2")]
+    pub disk: ::prost::alloc::string::String,
+}
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct FlattenDiskResponse {}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct GetDiskUsageRequest {
+    #[prost(string, tag = "1")]
+    pub pool: ::prost::alloc::string::String,
+    #[prost(string, tag = "2")]
+    pub disk: ::prost::alloc::string::String,
+}
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct GetDiskUsageResponse {
+    /// Size, in bytes.
+    #[prost(uint64, tag = "1")]
+    pub size: u64,
+    /// Drive space of the disk's own chunks, without copies and parity, in bytes.
+    #[prost(uint64, tag = "2")]
+    pub allocated: u64,
+}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct AttachDiskRequest {
+    #[prost(string, tag = "1")]
+    pub pool: ::prost::alloc::string::String,
+    #[prost(string, tag = "2")]
+    pub disk: ::prost::alloc::string::String,
+    /// The front end that the gateway begins to serve.
+    #[prost(message, optional, tag = "3")]
+    pub front_end: ::core::option::Option<FrontEnd>,
+    /// Name of the gateway; may be missing if the tenant has only one.
+    #[prost(string, optional, tag = "4")]
+    pub gateway: ::core::option::Option<::prost::alloc::string::String>,
+    /// Whether to take the disk over from another gateway.
+    #[prost(bool, tag = "5")]
+    pub take_over: bool,
+    /// Whether the front end may only read.
+    #[prost(bool, tag = "6")]
+    pub read_only: bool,
+}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct AttachDiskResponse {
+    /// The address to which the front end can connect.
+    #[prost(message, optional, tag = "1")]
+    pub front_end: ::core::option::Option<FrontEnd>,
+}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct DetachDiskRequest {
+    #[prost(string, tag = "1")]
+    pub pool: ::prost::alloc::string::String,
+    #[prost(string, tag = "2")]
+    pub disk: ::prost::alloc::string::String,
+    /// Whether an earlier attempt of the same call may have detached the disk. If so, a disk that is
+    /// attached to no gateway is not an error.
+    #[prost(bool, tag = "3")]
+    pub repeated: bool,
+}
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct DetachDiskResponse {}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct GatewayHello {
+    /// Name of the gateway, unique in its tenant: 1 to 32 letters, digits, `.`, `_` or `-`. If a gateway
+    /// with this name is connected, its stream ends.
+    #[prost(string, tag = "1")]
+    pub name: ::prost::alloc::string::String,
+}
+/// The result of an order, or a part of the result. A part has up to 48 KiB. No other report comes
+/// between the parts of a result.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct OrderDone {
+    /// Id of the order.
+    #[prost(uint64, tag = "1")]
+    pub order: u64,
+    /// Whether another part follows. A result has up to 2 MiB.
+    #[prost(bool, tag = "4")]
+    pub continues: bool,
+    #[prost(oneof = "order_done::Outcome", tags = "2, 3")]
+    pub outcome: ::core::option::Option<order_done::Outcome>,
+}
+/// Nested message and enum types in `OrderDone`.
+pub mod order_done {
+    #[derive(Clone, PartialEq, Eq, Hash, ::prost::Oneof)]
+    pub enum Outcome {
+        /// The answer in JSON form, for gateways of the node's version.
+        #[prost(bytes, tag = "2")]
+        Result(::prost::alloc::vec::Vec<u8>),
+        /// The error in JSON form.
+        #[prost(bytes, tag = "3")]
+        Error(::prost::alloc::vec::Vec<u8>),
+    }
+}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct GatewayReport {
+    #[prost(oneof = "gateway_report::Report", tags = "1, 2")]
+    pub report: ::core::option::Option<gateway_report::Report>,
+}
+/// Nested message and enum types in `GatewayReport`.
+pub mod gateway_report {
+    #[derive(Clone, PartialEq, Eq, Hash, ::prost::Oneof)]
+    pub enum Report {
+        /// The first report.
+        #[prost(message, tag = "1")]
+        Hello(super::GatewayHello),
+        /// All further reports.
+        #[prost(message, tag = "2")]
+        Done(super::OrderDone),
+    }
+}
+/// A command that the gateway must execute.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct GatewayOrder {
+    /// Id of the order, unique in its stream.
+    #[prost(uint64, tag = "1")]
+    pub id: u64,
+    /// The request in JSON form, for gateways of the node's version.
+    #[prost(string, tag = "2")]
+    pub json: ::prost::alloc::string::String,
+}
 /// Generated client implementations.
 pub mod node_client {
     #![allow(
@@ -3760,6 +4069,1461 @@ pub mod sessions_server {
     /// Generated gRPC service name
     pub const SERVICE_NAME: &str = "outboard.control.v1.Sessions";
     impl<T> tonic::server::NamedService for SessionsServer<T> {
+        const NAME: &'static str = SERVICE_NAME;
+    }
+}
+/// Generated client implementations.
+pub mod disks_client {
+    #![allow(
+        unused_variables,
+        dead_code,
+        missing_docs,
+        clippy::wildcard_imports,
+        clippy::let_unit_value,
+    )]
+    use tonic::codegen::*;
+    use tonic::codegen::http::Uri;
+    /// Virtual disks. A gateway of the caller's tenant executes the calls. A disk belongs to a pool of the
+    /// tenant, and a request names both.
+    #[derive(Debug, Clone)]
+    pub struct DisksClient<T> {
+        inner: tonic::client::Grpc<T>,
+    }
+    impl DisksClient<tonic::transport::Channel> {
+        /// Attempt to create a new client by connecting to a given endpoint.
+        pub async fn connect<D>(dst: D) -> Result<Self, tonic::transport::Error>
+        where
+            D: TryInto<tonic::transport::Endpoint>,
+            D::Error: Into<StdError>,
+        {
+            let conn = tonic::transport::Endpoint::new(dst)?.connect().await?;
+            Ok(Self::new(conn))
+        }
+    }
+    impl<T> DisksClient<T>
+    where
+        T: tonic::client::GrpcService<tonic::body::Body>,
+        T::Error: Into<StdError>,
+        T::ResponseBody: Body<Data = Bytes> + std::marker::Send + 'static,
+        <T::ResponseBody as Body>::Error: Into<StdError> + std::marker::Send,
+    {
+        pub fn new(inner: T) -> Self {
+            let inner = tonic::client::Grpc::new(inner);
+            Self { inner }
+        }
+        pub fn with_origin(inner: T, origin: Uri) -> Self {
+            let inner = tonic::client::Grpc::with_origin(inner, origin);
+            Self { inner }
+        }
+        pub fn with_interceptor<F>(
+            inner: T,
+            interceptor: F,
+        ) -> DisksClient<InterceptedService<T, F>>
+        where
+            F: tonic::service::Interceptor,
+            T::ResponseBody: Default,
+            T: tonic::codegen::Service<
+                http::Request<tonic::body::Body>,
+                Response = http::Response<
+                    <T as tonic::client::GrpcService<tonic::body::Body>>::ResponseBody,
+                >,
+            >,
+            <T as tonic::codegen::Service<
+                http::Request<tonic::body::Body>,
+            >>::Error: Into<StdError> + std::marker::Send + std::marker::Sync,
+        {
+            DisksClient::new(InterceptedService::new(inner, interceptor))
+        }
+        /// Compress requests with the given encoding.
+        ///
+        /// This requires the server to support it otherwise it might respond with an
+        /// error.
+        #[must_use]
+        pub fn send_compressed(mut self, encoding: CompressionEncoding) -> Self {
+            self.inner = self.inner.send_compressed(encoding);
+            self
+        }
+        /// Enable decompressing responses.
+        #[must_use]
+        pub fn accept_compressed(mut self, encoding: CompressionEncoding) -> Self {
+            self.inner = self.inner.accept_compressed(encoding);
+            self
+        }
+        /// Limits the maximum size of a decoded message.
+        ///
+        /// Default: `4MB`
+        #[must_use]
+        pub fn max_decoding_message_size(mut self, limit: usize) -> Self {
+            self.inner = self.inner.max_decoding_message_size(limit);
+            self
+        }
+        /// Limits the maximum size of an encoded message.
+        ///
+        /// Default: `usize::MAX`
+        #[must_use]
+        pub fn max_encoding_message_size(mut self, limit: usize) -> Self {
+            self.inner = self.inner.max_encoding_message_size(limit);
+            self
+        }
+        /// Creates a disk that reads as zeros.
+        pub async fn create_disk(
+            &mut self,
+            request: impl tonic::IntoRequest<super::CreateDiskRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::CreateDiskResponse>,
+            tonic::Status,
+        > {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = tonic_prost::ProstCodec::default();
+            let path = http::uri::PathAndQuery::from_static(
+                "/outboard.control.v1.Disks/CreateDisk",
+            );
+            let mut req = request.into_request();
+            req.extensions_mut()
+                .insert(GrpcMethod::new("outboard.control.v1.Disks", "CreateDisk"));
+            self.inner.unary(req, path, codec).await
+        }
+        /// Lists the disks of a pool, in the order of their names.
+        pub async fn list_disks(
+            &mut self,
+            request: impl tonic::IntoRequest<super::ListDisksRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::ListDisksResponse>,
+            tonic::Status,
+        > {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = tonic_prost::ProstCodec::default();
+            let path = http::uri::PathAndQuery::from_static(
+                "/outboard.control.v1.Disks/ListDisks",
+            );
+            let mut req = request.into_request();
+            req.extensions_mut()
+                .insert(GrpcMethod::new("outboard.control.v1.Disks", "ListDisks"));
+            self.inner.unary(req, path, codec).await
+        }
+        /// Describes a disk.
+        pub async fn get_disk(
+            &mut self,
+            request: impl tonic::IntoRequest<super::GetDiskRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::GetDiskResponse>,
+            tonic::Status,
+        > {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = tonic_prost::ProstCodec::default();
+            let path = http::uri::PathAndQuery::from_static(
+                "/outboard.control.v1.Disks/GetDisk",
+            );
+            let mut req = request.into_request();
+            req.extensions_mut()
+                .insert(GrpcMethod::new("outboard.control.v1.Disks", "GetDisk"));
+            self.inner.unary(req, path, codec).await
+        }
+        /// Removes a disk.
+        pub async fn remove_disk(
+            &mut self,
+            request: impl tonic::IntoRequest<super::RemoveDiskRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::RemoveDiskResponse>,
+            tonic::Status,
+        > {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = tonic_prost::ProstCodec::default();
+            let path = http::uri::PathAndQuery::from_static(
+                "/outboard.control.v1.Disks/RemoveDisk",
+            );
+            let mut req = request.into_request();
+            req.extensions_mut()
+                .insert(GrpcMethod::new("outboard.control.v1.Disks", "RemoveDisk"));
+            self.inner.unary(req, path, codec).await
+        }
+        /// Changes the size of a disk.
+        pub async fn resize_disk(
+            &mut self,
+            request: impl tonic::IntoRequest<super::ResizeDiskRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::ResizeDiskResponse>,
+            tonic::Status,
+        > {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = tonic_prost::ProstCodec::default();
+            let path = http::uri::PathAndQuery::from_static(
+                "/outboard.control.v1.Disks/ResizeDisk",
+            );
+            let mut req = request.into_request();
+            req.extensions_mut()
+                .insert(GrpcMethod::new("outboard.control.v1.Disks", "ResizeDisk"));
+            self.inner.unary(req, path, codec).await
+        }
+        /// Takes a snapshot of a disk.
+        pub async fn snapshot_disk(
+            &mut self,
+            request: impl tonic::IntoRequest<super::SnapshotDiskRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::SnapshotDiskResponse>,
+            tonic::Status,
+        > {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = tonic_prost::ProstCodec::default();
+            let path = http::uri::PathAndQuery::from_static(
+                "/outboard.control.v1.Disks/SnapshotDisk",
+            );
+            let mut req = request.into_request();
+            req.extensions_mut()
+                .insert(GrpcMethod::new("outboard.control.v1.Disks", "SnapshotDisk"));
+            self.inner.unary(req, path, codec).await
+        }
+        /// Removes a snapshot.
+        pub async fn remove_snapshot(
+            &mut self,
+            request: impl tonic::IntoRequest<super::RemoveSnapshotRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::RemoveSnapshotResponse>,
+            tonic::Status,
+        > {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = tonic_prost::ProstCodec::default();
+            let path = http::uri::PathAndQuery::from_static(
+                "/outboard.control.v1.Disks/RemoveSnapshot",
+            );
+            let mut req = request.into_request();
+            req.extensions_mut()
+                .insert(GrpcMethod::new("outboard.control.v1.Disks", "RemoveSnapshot"));
+            self.inner.unary(req, path, codec).await
+        }
+        /// Creates a disk with the content of a snapshot.
+        pub async fn clone_snapshot(
+            &mut self,
+            request: impl tonic::IntoRequest<super::CloneSnapshotRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::CloneSnapshotResponse>,
+            tonic::Status,
+        > {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = tonic_prost::ProstCodec::default();
+            let path = http::uri::PathAndQuery::from_static(
+                "/outboard.control.v1.Disks/CloneSnapshot",
+            );
+            let mut req = request.into_request();
+            req.extensions_mut()
+                .insert(GrpcMethod::new("outboard.control.v1.Disks", "CloneSnapshot"));
+            self.inner.unary(req, path, codec).await
+        }
+        /// Makes a clone independent of the disk of which it is a clone.
+        pub async fn flatten_disk(
+            &mut self,
+            request: impl tonic::IntoRequest<super::FlattenDiskRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::FlattenDiskResponse>,
+            tonic::Status,
+        > {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = tonic_prost::ProstCodec::default();
+            let path = http::uri::PathAndQuery::from_static(
+                "/outboard.control.v1.Disks/FlattenDisk",
+            );
+            let mut req = request.into_request();
+            req.extensions_mut()
+                .insert(GrpcMethod::new("outboard.control.v1.Disks", "FlattenDisk"));
+            self.inner.unary(req, path, codec).await
+        }
+        /// Returns the space of a disk.
+        pub async fn get_disk_usage(
+            &mut self,
+            request: impl tonic::IntoRequest<super::GetDiskUsageRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::GetDiskUsageResponse>,
+            tonic::Status,
+        > {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = tonic_prost::ProstCodec::default();
+            let path = http::uri::PathAndQuery::from_static(
+                "/outboard.control.v1.Disks/GetDiskUsage",
+            );
+            let mut req = request.into_request();
+            req.extensions_mut()
+                .insert(GrpcMethod::new("outboard.control.v1.Disks", "GetDiskUsage"));
+            self.inner.unary(req, path, codec).await
+        }
+        /// Attaches a disk to a gateway, which serves it to a front end.
+        pub async fn attach_disk(
+            &mut self,
+            request: impl tonic::IntoRequest<super::AttachDiskRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::AttachDiskResponse>,
+            tonic::Status,
+        > {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = tonic_prost::ProstCodec::default();
+            let path = http::uri::PathAndQuery::from_static(
+                "/outboard.control.v1.Disks/AttachDisk",
+            );
+            let mut req = request.into_request();
+            req.extensions_mut()
+                .insert(GrpcMethod::new("outboard.control.v1.Disks", "AttachDisk"));
+            self.inner.unary(req, path, codec).await
+        }
+        /// Detaches a disk from its gateway.
+        pub async fn detach_disk(
+            &mut self,
+            request: impl tonic::IntoRequest<super::DetachDiskRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::DetachDiskResponse>,
+            tonic::Status,
+        > {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = tonic_prost::ProstCodec::default();
+            let path = http::uri::PathAndQuery::from_static(
+                "/outboard.control.v1.Disks/DetachDisk",
+            );
+            let mut req = request.into_request();
+            req.extensions_mut()
+                .insert(GrpcMethod::new("outboard.control.v1.Disks", "DetachDisk"));
+            self.inner.unary(req, path, codec).await
+        }
+    }
+}
+/// Generated server implementations.
+pub mod disks_server {
+    #![allow(
+        unused_variables,
+        dead_code,
+        missing_docs,
+        clippy::wildcard_imports,
+        clippy::let_unit_value,
+    )]
+    use tonic::codegen::*;
+    /// Generated trait containing gRPC methods that should be implemented for use with DisksServer.
+    #[async_trait]
+    pub trait Disks: std::marker::Send + std::marker::Sync + 'static {
+        /// Creates a disk that reads as zeros.
+        async fn create_disk(
+            &self,
+            request: tonic::Request<super::CreateDiskRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::CreateDiskResponse>,
+            tonic::Status,
+        >;
+        /// Lists the disks of a pool, in the order of their names.
+        async fn list_disks(
+            &self,
+            request: tonic::Request<super::ListDisksRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::ListDisksResponse>,
+            tonic::Status,
+        >;
+        /// Describes a disk.
+        async fn get_disk(
+            &self,
+            request: tonic::Request<super::GetDiskRequest>,
+        ) -> std::result::Result<tonic::Response<super::GetDiskResponse>, tonic::Status>;
+        /// Removes a disk.
+        async fn remove_disk(
+            &self,
+            request: tonic::Request<super::RemoveDiskRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::RemoveDiskResponse>,
+            tonic::Status,
+        >;
+        /// Changes the size of a disk.
+        async fn resize_disk(
+            &self,
+            request: tonic::Request<super::ResizeDiskRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::ResizeDiskResponse>,
+            tonic::Status,
+        >;
+        /// Takes a snapshot of a disk.
+        async fn snapshot_disk(
+            &self,
+            request: tonic::Request<super::SnapshotDiskRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::SnapshotDiskResponse>,
+            tonic::Status,
+        >;
+        /// Removes a snapshot.
+        async fn remove_snapshot(
+            &self,
+            request: tonic::Request<super::RemoveSnapshotRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::RemoveSnapshotResponse>,
+            tonic::Status,
+        >;
+        /// Creates a disk with the content of a snapshot.
+        async fn clone_snapshot(
+            &self,
+            request: tonic::Request<super::CloneSnapshotRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::CloneSnapshotResponse>,
+            tonic::Status,
+        >;
+        /// Makes a clone independent of the disk of which it is a clone.
+        async fn flatten_disk(
+            &self,
+            request: tonic::Request<super::FlattenDiskRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::FlattenDiskResponse>,
+            tonic::Status,
+        >;
+        /// Returns the space of a disk.
+        async fn get_disk_usage(
+            &self,
+            request: tonic::Request<super::GetDiskUsageRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::GetDiskUsageResponse>,
+            tonic::Status,
+        >;
+        /// Attaches a disk to a gateway, which serves it to a front end.
+        async fn attach_disk(
+            &self,
+            request: tonic::Request<super::AttachDiskRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::AttachDiskResponse>,
+            tonic::Status,
+        >;
+        /// Detaches a disk from its gateway.
+        async fn detach_disk(
+            &self,
+            request: tonic::Request<super::DetachDiskRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::DetachDiskResponse>,
+            tonic::Status,
+        >;
+    }
+    /// Virtual disks. A gateway of the caller's tenant executes the calls. A disk belongs to a pool of the
+    /// tenant, and a request names both.
+    #[derive(Debug)]
+    pub struct DisksServer<T> {
+        inner: Arc<T>,
+        accept_compression_encodings: EnabledCompressionEncodings,
+        send_compression_encodings: EnabledCompressionEncodings,
+        max_decoding_message_size: Option<usize>,
+        max_encoding_message_size: Option<usize>,
+    }
+    impl<T> DisksServer<T> {
+        pub fn new(inner: T) -> Self {
+            Self::from_arc(Arc::new(inner))
+        }
+        pub fn from_arc(inner: Arc<T>) -> Self {
+            Self {
+                inner,
+                accept_compression_encodings: Default::default(),
+                send_compression_encodings: Default::default(),
+                max_decoding_message_size: None,
+                max_encoding_message_size: None,
+            }
+        }
+        pub fn with_interceptor<F>(
+            inner: T,
+            interceptor: F,
+        ) -> InterceptedService<Self, F>
+        where
+            F: tonic::service::Interceptor,
+        {
+            InterceptedService::new(Self::new(inner), interceptor)
+        }
+        /// Enable decompressing requests with the given encoding.
+        #[must_use]
+        pub fn accept_compressed(mut self, encoding: CompressionEncoding) -> Self {
+            self.accept_compression_encodings.enable(encoding);
+            self
+        }
+        /// Compress responses with the given encoding, if the client supports it.
+        #[must_use]
+        pub fn send_compressed(mut self, encoding: CompressionEncoding) -> Self {
+            self.send_compression_encodings.enable(encoding);
+            self
+        }
+        /// Limits the maximum size of a decoded message.
+        ///
+        /// Default: `4MB`
+        #[must_use]
+        pub fn max_decoding_message_size(mut self, limit: usize) -> Self {
+            self.max_decoding_message_size = Some(limit);
+            self
+        }
+        /// Limits the maximum size of an encoded message.
+        ///
+        /// Default: `usize::MAX`
+        #[must_use]
+        pub fn max_encoding_message_size(mut self, limit: usize) -> Self {
+            self.max_encoding_message_size = Some(limit);
+            self
+        }
+    }
+    impl<T, B> tonic::codegen::Service<http::Request<B>> for DisksServer<T>
+    where
+        T: Disks,
+        B: Body + std::marker::Send + 'static,
+        B::Error: Into<StdError> + std::marker::Send + 'static,
+    {
+        type Response = http::Response<tonic::body::Body>;
+        type Error = std::convert::Infallible;
+        type Future = BoxFuture<Self::Response, Self::Error>;
+        fn poll_ready(
+            &mut self,
+            _cx: &mut Context<'_>,
+        ) -> Poll<std::result::Result<(), Self::Error>> {
+            Poll::Ready(Ok(()))
+        }
+        fn call(&mut self, req: http::Request<B>) -> Self::Future {
+            match req.uri().path() {
+                "/outboard.control.v1.Disks/CreateDisk" => {
+                    #[allow(non_camel_case_types)]
+                    struct CreateDiskSvc<T: Disks>(pub Arc<T>);
+                    impl<T: Disks> tonic::server::UnaryService<super::CreateDiskRequest>
+                    for CreateDiskSvc<T> {
+                        type Response = super::CreateDiskResponse;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::CreateDiskRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Disks>::create_disk(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = CreateDiskSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/outboard.control.v1.Disks/ListDisks" => {
+                    #[allow(non_camel_case_types)]
+                    struct ListDisksSvc<T: Disks>(pub Arc<T>);
+                    impl<T: Disks> tonic::server::UnaryService<super::ListDisksRequest>
+                    for ListDisksSvc<T> {
+                        type Response = super::ListDisksResponse;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::ListDisksRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Disks>::list_disks(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = ListDisksSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/outboard.control.v1.Disks/GetDisk" => {
+                    #[allow(non_camel_case_types)]
+                    struct GetDiskSvc<T: Disks>(pub Arc<T>);
+                    impl<T: Disks> tonic::server::UnaryService<super::GetDiskRequest>
+                    for GetDiskSvc<T> {
+                        type Response = super::GetDiskResponse;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::GetDiskRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Disks>::get_disk(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = GetDiskSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/outboard.control.v1.Disks/RemoveDisk" => {
+                    #[allow(non_camel_case_types)]
+                    struct RemoveDiskSvc<T: Disks>(pub Arc<T>);
+                    impl<T: Disks> tonic::server::UnaryService<super::RemoveDiskRequest>
+                    for RemoveDiskSvc<T> {
+                        type Response = super::RemoveDiskResponse;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::RemoveDiskRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Disks>::remove_disk(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = RemoveDiskSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/outboard.control.v1.Disks/ResizeDisk" => {
+                    #[allow(non_camel_case_types)]
+                    struct ResizeDiskSvc<T: Disks>(pub Arc<T>);
+                    impl<T: Disks> tonic::server::UnaryService<super::ResizeDiskRequest>
+                    for ResizeDiskSvc<T> {
+                        type Response = super::ResizeDiskResponse;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::ResizeDiskRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Disks>::resize_disk(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = ResizeDiskSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/outboard.control.v1.Disks/SnapshotDisk" => {
+                    #[allow(non_camel_case_types)]
+                    struct SnapshotDiskSvc<T: Disks>(pub Arc<T>);
+                    impl<
+                        T: Disks,
+                    > tonic::server::UnaryService<super::SnapshotDiskRequest>
+                    for SnapshotDiskSvc<T> {
+                        type Response = super::SnapshotDiskResponse;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::SnapshotDiskRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Disks>::snapshot_disk(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = SnapshotDiskSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/outboard.control.v1.Disks/RemoveSnapshot" => {
+                    #[allow(non_camel_case_types)]
+                    struct RemoveSnapshotSvc<T: Disks>(pub Arc<T>);
+                    impl<
+                        T: Disks,
+                    > tonic::server::UnaryService<super::RemoveSnapshotRequest>
+                    for RemoveSnapshotSvc<T> {
+                        type Response = super::RemoveSnapshotResponse;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::RemoveSnapshotRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Disks>::remove_snapshot(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = RemoveSnapshotSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/outboard.control.v1.Disks/CloneSnapshot" => {
+                    #[allow(non_camel_case_types)]
+                    struct CloneSnapshotSvc<T: Disks>(pub Arc<T>);
+                    impl<
+                        T: Disks,
+                    > tonic::server::UnaryService<super::CloneSnapshotRequest>
+                    for CloneSnapshotSvc<T> {
+                        type Response = super::CloneSnapshotResponse;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::CloneSnapshotRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Disks>::clone_snapshot(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = CloneSnapshotSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/outboard.control.v1.Disks/FlattenDisk" => {
+                    #[allow(non_camel_case_types)]
+                    struct FlattenDiskSvc<T: Disks>(pub Arc<T>);
+                    impl<T: Disks> tonic::server::UnaryService<super::FlattenDiskRequest>
+                    for FlattenDiskSvc<T> {
+                        type Response = super::FlattenDiskResponse;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::FlattenDiskRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Disks>::flatten_disk(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = FlattenDiskSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/outboard.control.v1.Disks/GetDiskUsage" => {
+                    #[allow(non_camel_case_types)]
+                    struct GetDiskUsageSvc<T: Disks>(pub Arc<T>);
+                    impl<
+                        T: Disks,
+                    > tonic::server::UnaryService<super::GetDiskUsageRequest>
+                    for GetDiskUsageSvc<T> {
+                        type Response = super::GetDiskUsageResponse;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::GetDiskUsageRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Disks>::get_disk_usage(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = GetDiskUsageSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/outboard.control.v1.Disks/AttachDisk" => {
+                    #[allow(non_camel_case_types)]
+                    struct AttachDiskSvc<T: Disks>(pub Arc<T>);
+                    impl<T: Disks> tonic::server::UnaryService<super::AttachDiskRequest>
+                    for AttachDiskSvc<T> {
+                        type Response = super::AttachDiskResponse;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::AttachDiskRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Disks>::attach_disk(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = AttachDiskSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/outboard.control.v1.Disks/DetachDisk" => {
+                    #[allow(non_camel_case_types)]
+                    struct DetachDiskSvc<T: Disks>(pub Arc<T>);
+                    impl<T: Disks> tonic::server::UnaryService<super::DetachDiskRequest>
+                    for DetachDiskSvc<T> {
+                        type Response = super::DetachDiskResponse;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::DetachDiskRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Disks>::detach_disk(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = DetachDiskSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                _ => {
+                    Box::pin(async move {
+                        let mut response = http::Response::new(
+                            tonic::body::Body::default(),
+                        );
+                        let headers = response.headers_mut();
+                        headers
+                            .insert(
+                                tonic::Status::GRPC_STATUS,
+                                (tonic::Code::Unimplemented as i32).into(),
+                            );
+                        headers
+                            .insert(
+                                http::header::CONTENT_TYPE,
+                                tonic::metadata::GRPC_CONTENT_TYPE,
+                            );
+                        Ok(response)
+                    })
+                }
+            }
+        }
+    }
+    impl<T> Clone for DisksServer<T> {
+        fn clone(&self) -> Self {
+            let inner = self.inner.clone();
+            Self {
+                inner,
+                accept_compression_encodings: self.accept_compression_encodings,
+                send_compression_encodings: self.send_compression_encodings,
+                max_decoding_message_size: self.max_decoding_message_size,
+                max_encoding_message_size: self.max_encoding_message_size,
+            }
+        }
+    }
+    /// Generated gRPC service name
+    pub const SERVICE_NAME: &str = "outboard.control.v1.Disks";
+    impl<T> tonic::server::NamedService for DisksServer<T> {
+        const NAME: &'static str = SERVICE_NAME;
+    }
+}
+/// Generated client implementations.
+pub mod gateways_client {
+    #![allow(
+        unused_variables,
+        dead_code,
+        missing_docs,
+        clippy::wildcard_imports,
+        clippy::let_unit_value,
+    )]
+    use tonic::codegen::*;
+    use tonic::codegen::http::Uri;
+    /// Gateways, which execute the calls of the service `Disks`.
+    #[derive(Debug, Clone)]
+    pub struct GatewaysClient<T> {
+        inner: tonic::client::Grpc<T>,
+    }
+    impl GatewaysClient<tonic::transport::Channel> {
+        /// Attempt to create a new client by connecting to a given endpoint.
+        pub async fn connect<D>(dst: D) -> Result<Self, tonic::transport::Error>
+        where
+            D: TryInto<tonic::transport::Endpoint>,
+            D::Error: Into<StdError>,
+        {
+            let conn = tonic::transport::Endpoint::new(dst)?.connect().await?;
+            Ok(Self::new(conn))
+        }
+    }
+    impl<T> GatewaysClient<T>
+    where
+        T: tonic::client::GrpcService<tonic::body::Body>,
+        T::Error: Into<StdError>,
+        T::ResponseBody: Body<Data = Bytes> + std::marker::Send + 'static,
+        <T::ResponseBody as Body>::Error: Into<StdError> + std::marker::Send,
+    {
+        pub fn new(inner: T) -> Self {
+            let inner = tonic::client::Grpc::new(inner);
+            Self { inner }
+        }
+        pub fn with_origin(inner: T, origin: Uri) -> Self {
+            let inner = tonic::client::Grpc::with_origin(inner, origin);
+            Self { inner }
+        }
+        pub fn with_interceptor<F>(
+            inner: T,
+            interceptor: F,
+        ) -> GatewaysClient<InterceptedService<T, F>>
+        where
+            F: tonic::service::Interceptor,
+            T::ResponseBody: Default,
+            T: tonic::codegen::Service<
+                http::Request<tonic::body::Body>,
+                Response = http::Response<
+                    <T as tonic::client::GrpcService<tonic::body::Body>>::ResponseBody,
+                >,
+            >,
+            <T as tonic::codegen::Service<
+                http::Request<tonic::body::Body>,
+            >>::Error: Into<StdError> + std::marker::Send + std::marker::Sync,
+        {
+            GatewaysClient::new(InterceptedService::new(inner, interceptor))
+        }
+        /// Compress requests with the given encoding.
+        ///
+        /// This requires the server to support it otherwise it might respond with an
+        /// error.
+        #[must_use]
+        pub fn send_compressed(mut self, encoding: CompressionEncoding) -> Self {
+            self.inner = self.inner.send_compressed(encoding);
+            self
+        }
+        /// Enable decompressing responses.
+        #[must_use]
+        pub fn accept_compressed(mut self, encoding: CompressionEncoding) -> Self {
+            self.inner = self.inner.accept_compressed(encoding);
+            self
+        }
+        /// Limits the maximum size of a decoded message.
+        ///
+        /// Default: `4MB`
+        #[must_use]
+        pub fn max_decoding_message_size(mut self, limit: usize) -> Self {
+            self.inner = self.inner.max_decoding_message_size(limit);
+            self
+        }
+        /// Limits the maximum size of an encoded message.
+        ///
+        /// Default: `usize::MAX`
+        #[must_use]
+        pub fn max_encoding_message_size(mut self, limit: usize) -> Self {
+            self.inner = self.inner.max_encoding_message_size(limit);
+            self
+        }
+        /// Serves as a gateway of the caller's tenant for as long as the stream is open. The first report is
+        /// `hello`. The node then sends orders, and the gateway reports their results in any order.
+        pub async fn serve(
+            &mut self,
+            request: impl tonic::IntoStreamingRequest<Message = super::GatewayReport>,
+        ) -> std::result::Result<
+            tonic::Response<tonic::codec::Streaming<super::GatewayOrder>>,
+            tonic::Status,
+        > {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = tonic_prost::ProstCodec::default();
+            let path = http::uri::PathAndQuery::from_static(
+                "/outboard.control.v1.Gateways/Serve",
+            );
+            let mut req = request.into_streaming_request();
+            req.extensions_mut()
+                .insert(GrpcMethod::new("outboard.control.v1.Gateways", "Serve"));
+            self.inner.streaming(req, path, codec).await
+        }
+    }
+}
+/// Generated server implementations.
+pub mod gateways_server {
+    #![allow(
+        unused_variables,
+        dead_code,
+        missing_docs,
+        clippy::wildcard_imports,
+        clippy::let_unit_value,
+    )]
+    use tonic::codegen::*;
+    /// Generated trait containing gRPC methods that should be implemented for use with GatewaysServer.
+    #[async_trait]
+    pub trait Gateways: std::marker::Send + std::marker::Sync + 'static {
+        /// Server streaming response type for the Serve method.
+        type ServeStream: tonic::codegen::tokio_stream::Stream<
+                Item = std::result::Result<super::GatewayOrder, tonic::Status>,
+            >
+            + std::marker::Send
+            + 'static;
+        /// Serves as a gateway of the caller's tenant for as long as the stream is open. The first report is
+        /// `hello`. The node then sends orders, and the gateway reports their results in any order.
+        async fn serve(
+            &self,
+            request: tonic::Request<tonic::Streaming<super::GatewayReport>>,
+        ) -> std::result::Result<tonic::Response<Self::ServeStream>, tonic::Status>;
+    }
+    /// Gateways, which execute the calls of the service `Disks`.
+    #[derive(Debug)]
+    pub struct GatewaysServer<T> {
+        inner: Arc<T>,
+        accept_compression_encodings: EnabledCompressionEncodings,
+        send_compression_encodings: EnabledCompressionEncodings,
+        max_decoding_message_size: Option<usize>,
+        max_encoding_message_size: Option<usize>,
+    }
+    impl<T> GatewaysServer<T> {
+        pub fn new(inner: T) -> Self {
+            Self::from_arc(Arc::new(inner))
+        }
+        pub fn from_arc(inner: Arc<T>) -> Self {
+            Self {
+                inner,
+                accept_compression_encodings: Default::default(),
+                send_compression_encodings: Default::default(),
+                max_decoding_message_size: None,
+                max_encoding_message_size: None,
+            }
+        }
+        pub fn with_interceptor<F>(
+            inner: T,
+            interceptor: F,
+        ) -> InterceptedService<Self, F>
+        where
+            F: tonic::service::Interceptor,
+        {
+            InterceptedService::new(Self::new(inner), interceptor)
+        }
+        /// Enable decompressing requests with the given encoding.
+        #[must_use]
+        pub fn accept_compressed(mut self, encoding: CompressionEncoding) -> Self {
+            self.accept_compression_encodings.enable(encoding);
+            self
+        }
+        /// Compress responses with the given encoding, if the client supports it.
+        #[must_use]
+        pub fn send_compressed(mut self, encoding: CompressionEncoding) -> Self {
+            self.send_compression_encodings.enable(encoding);
+            self
+        }
+        /// Limits the maximum size of a decoded message.
+        ///
+        /// Default: `4MB`
+        #[must_use]
+        pub fn max_decoding_message_size(mut self, limit: usize) -> Self {
+            self.max_decoding_message_size = Some(limit);
+            self
+        }
+        /// Limits the maximum size of an encoded message.
+        ///
+        /// Default: `usize::MAX`
+        #[must_use]
+        pub fn max_encoding_message_size(mut self, limit: usize) -> Self {
+            self.max_encoding_message_size = Some(limit);
+            self
+        }
+    }
+    impl<T, B> tonic::codegen::Service<http::Request<B>> for GatewaysServer<T>
+    where
+        T: Gateways,
+        B: Body + std::marker::Send + 'static,
+        B::Error: Into<StdError> + std::marker::Send + 'static,
+    {
+        type Response = http::Response<tonic::body::Body>;
+        type Error = std::convert::Infallible;
+        type Future = BoxFuture<Self::Response, Self::Error>;
+        fn poll_ready(
+            &mut self,
+            _cx: &mut Context<'_>,
+        ) -> Poll<std::result::Result<(), Self::Error>> {
+            Poll::Ready(Ok(()))
+        }
+        fn call(&mut self, req: http::Request<B>) -> Self::Future {
+            match req.uri().path() {
+                "/outboard.control.v1.Gateways/Serve" => {
+                    #[allow(non_camel_case_types)]
+                    struct ServeSvc<T: Gateways>(pub Arc<T>);
+                    impl<
+                        T: Gateways,
+                    > tonic::server::StreamingService<super::GatewayReport>
+                    for ServeSvc<T> {
+                        type Response = super::GatewayOrder;
+                        type ResponseStream = T::ServeStream;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::ResponseStream>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<
+                                tonic::Streaming<super::GatewayReport>,
+                            >,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Gateways>::serve(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = ServeSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.streaming(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                _ => {
+                    Box::pin(async move {
+                        let mut response = http::Response::new(
+                            tonic::body::Body::default(),
+                        );
+                        let headers = response.headers_mut();
+                        headers
+                            .insert(
+                                tonic::Status::GRPC_STATUS,
+                                (tonic::Code::Unimplemented as i32).into(),
+                            );
+                        headers
+                            .insert(
+                                http::header::CONTENT_TYPE,
+                                tonic::metadata::GRPC_CONTENT_TYPE,
+                            );
+                        Ok(response)
+                    })
+                }
+            }
+        }
+    }
+    impl<T> Clone for GatewaysServer<T> {
+        fn clone(&self) -> Self {
+            let inner = self.inner.clone();
+            Self {
+                inner,
+                accept_compression_encodings: self.accept_compression_encodings,
+                send_compression_encodings: self.send_compression_encodings,
+                max_decoding_message_size: self.max_decoding_message_size,
+                max_encoding_message_size: self.max_encoding_message_size,
+            }
+        }
+    }
+    /// Generated gRPC service name
+    pub const SERVICE_NAME: &str = "outboard.control.v1.Gateways";
+    impl<T> tonic::server::NamedService for GatewaysServer<T> {
         const NAME: &'static str = SERVICE_NAME;
     }
 }

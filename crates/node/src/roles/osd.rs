@@ -8,7 +8,7 @@ use std::thread::JoinHandle;
 use base::BoxFuture;
 use base::thread::ThreadClass;
 use base::watch;
-use control::{ControlListener, ControlServer};
+use control::{ControlListener, ControlServer, GatewayRegistry};
 use futures::FutureExt;
 use futures::future::LocalBoxFuture;
 use identity::Trust;
@@ -148,13 +148,15 @@ async fn serve(
         dpu_key: keys.dpu_key().clone(),
         admin_revision: keys.admin_revision(),
         control: control.address(),
+        gateways: GatewayRegistry::default(),
     };
     let heartbeats = process.heartbeat.map(|heartbeat| (heartbeat, checkpoints.clone()));
     let mut shards = ShardThreads::start(&common, &listen, heartbeats.as_ref())?;
     let administrator = shards.administrator.clone();
     let administer =
         move |caller, request, is_repeated| administrator.administer(caller, request, is_repeated);
-    let control = ControlServer::start(control, common.trust.clone(), Arc::new(administer));
+    let gateways = common.gateways.clone();
+    let control = ControlServer::start(control, common.trust.clone(), Arc::new(administer), gateways);
     let control = control.doing("starting the control plane")?;
     let ready = loop {
         tokio::select! {

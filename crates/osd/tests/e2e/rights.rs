@@ -14,7 +14,7 @@ use base::clock::WallClock;
 use bytes::Bytes;
 use client::engine::NativeEngine;
 use client::{Client, Options};
-use control::{ControlClient, ControlListener, ControlServer};
+use control::{ControlClient, ControlListener, ControlServer, GatewayRegistry};
 use identity::{Caller, Credentials, Identity, KeyHash, NODE_ADMIN, Trust, UserDirectory, UserName};
 use messenger::{
     ConnectOptions, Connection, ConnectionConfig, ConnectionEvent, Incoming, Message, MessengerError,
@@ -88,7 +88,8 @@ impl World {
         let osd = Some(osd);
         let serving = administrator.clone();
         let administer = move |caller, request, is_repeated| serving.administer(caller, request, is_repeated);
-        let control = ControlServer::start(listener, trust, Arc::new(administer)).unwrap();
+        let control =
+            ControlServer::start(listener, trust, Arc::new(administer), GatewayRegistry::default()).unwrap();
         let mut world = World { node, osd, administrator, control, identity, admin, users: BTreeMap::new() };
         world.populate().await;
         world

@@ -19,7 +19,9 @@ use tonic_reflection::pb::v1alpha;
 use wire::AccountRequest::{
     CreateTenant, CreateUser, Grant, ListTenants, ListUsers, RemoveTenant, RemoveUser, Revoke,
 };
-use wire::{AdminReply, AdminRequest, Error, Redundancy, SessionId, Verbs};
+use wire::{
+    AdminReply, AdminRequest, DiskCommand, DiskRequest, Error, FrontEnd, Redundancy, SessionId, Verbs,
+};
 
 use super::World;
 use super::table::{Answers, CALLERS, Table, unexpected};
@@ -34,6 +36,8 @@ enum Call {
     Watch,
     /// `ServerReflectionInfo`: lists the services.
     Reflect,
+    /// `Serve` of the service of gateways, up to the acceptance.
+    Serve,
 }
 
 impl Call {
@@ -43,9 +47,26 @@ impl Call {
             Call::Check => return "Health.Check",
             Call::Watch => return "Health.Watch",
             Call::Reflect => return "ServerReflection.ServerReflectionInfo",
+            Call::Serve => return "Serve",
             Call::Administer(request) => request,
         };
         match request {
+            AdminRequest::Disk(request) => match request.command {
+                DiskCommand::Create { .. } => "CreateDisk",
+                DiskCommand::List => "ListDisks",
+                DiskCommand::Stat { .. } => "GetDisk",
+                DiskCommand::Remove { .. } => "RemoveDisk",
+                DiskCommand::Resize { .. } => "ResizeDisk",
+                DiskCommand::Snapshot { .. } => "SnapshotDisk",
+                DiskCommand::RemoveSnapshot { .. } => "RemoveSnapshot",
+                DiskCommand::Clone { .. } => "CloneSnapshot",
+                DiskCommand::Flatten { .. } => "FlattenDisk",
+                DiskCommand::Usage { .. } => "GetDiskUsage",
+                DiskCommand::Attach { .. } => "AttachDisk",
+                DiskCommand::Detach { .. } => "DetachDisk",
+                _ => panic!("{request:?} has no row"),
+            },
+            AdminRequest::ServeGateway { .. } => "Serve",
             AdminRequest::PoolCreate { .. } => "CreatePool",
             AdminRequest::PoolList { tenant: None } => "ListPools",
             AdminRequest::PoolList { .. } => "ListPools of the tenant",
@@ -65,7 +86,6 @@ impl Call {
             AdminRequest::ListSessions => "ListSessions",
             AdminRequest::KillSession(_) => "KillSession",
             AdminRequest::Audit { .. } => "GetAudit",
-            AdminRequest::Disk(_) | AdminRequest::ServeGateway { .. } => unreachable!(),
             AdminRequest::ArmFault(_) => "ArmFault",
             AdminRequest::ListFaults => "ListFaults",
             AdminRequest::ClearFaults => "ClearFaults",
@@ -128,8 +148,30 @@ fn calls() -> Vec<Call> {
         accounts(Revoke { user: missing(), scope: None, verbs: Verbs::ALL }),
         AdminRequest::PoolRemove { name: "victim".into(), force: true, tenant: tenant() },
     ];
-    let mut calls = vec![Call::Check, Call::Watch, Call::Reflect];
-    calls.extend(requests.map(Call::Administer));
+    let (disk, snapshot) = (|| "d".to_owned(), || "s".to_owned());
+    let disks = [
+        DiskCommand::Create { disk: disk(), size: 1 << 20, chunk: 0 },
+        DiskCommand::List,
+        DiskCommand::Stat { disk: disk() },
+        DiskCommand::Remove { disk: disk(), with_snapshots: false },
+        DiskCommand::Resize { disk: disk(), size: 1 << 20, shrinks: false },
+        DiskCommand::Snapshot { disk: disk(), snapshot: snapshot() },
+        DiskCommand::RemoveSnapshot { disk: disk(), snapshot: snapshot() },
+        DiskCommand::Clone { disk: disk(), snapshot: snapshot(), clone: "c".into() },
+        DiskCommand::Flatten { disk: disk() },
+        DiskCommand::Usage { disk: disk() },
+        DiskCommand::Attach {
+            disk: disk(),
+            front_end: FrontEnd::Nbd("/run/nbd.sock".into()),
+            gateway: None,
+            takes_over: false,
+            is_read_only: false,
+        },
+        DiskCommand::Detach { disk: disk() },
+    ];
+    let disks = disks.map(|command| AdminRequest::Disk(DiskRequest { pool: "p".into(), command }));
+    let mut calls = vec![Call::Check, Call::Watch, Call::Reflect, Call::Serve];
+    calls.extend(requests.into_iter().chain(disks).map(Call::Administer));
     calls
 }
 
@@ -158,7 +200,8 @@ fn suffices(request: &AdminRequest, answer: &Result<AdminReply, Error>) -> bool 
         AdminRequest::ListSessions => matches!(answer, Ok(AdminReply::Sessions(_))),
         AdminRequest::KillSession(_) => refusal("there is no session"),
         AdminRequest::Audit { .. } => matches!(answer, Ok(AdminReply::Audit(_))),
-        AdminRequest::Disk(_) | AdminRequest::ServeGateway { .. } => unreachable!(),
+        AdminRequest::Disk(_) => refusal("the node has no gateway"),
+        AdminRequest::ServeGateway { .. } => matches!(answer, Ok(AdminReply::Gateway(_))),
         AdminRequest::ArmFault(_)
         | AdminRequest::ListFaults
         | AdminRequest::ClearFaults
@@ -207,8 +250,10 @@ impl World {
     async fn answer(&self, column: &str, call: &Call) -> String {
         let trust = self.caller(column);
         let client = ControlClient::new(trust.clone());
+        let serve = AdminRequest::ServeGateway { name: "g".into() };
         let request = match call {
             Call::Administer(request) => request,
+            Call::Serve => &serve,
             call => {
                 let channel = match client.channel(&self.control_endpoint()).await {
                     Ok(channel) => channel,
@@ -225,7 +270,7 @@ impl World {
                         Ok(answers) => answers.into_inner().message().await.and_then(serving),
                         Err(status) => Err(status),
                     },
-                    Call::Reflect | Call::Administer(_) => services(channel).await.map(drop),
+                    Call::Reflect | Call::Serve | Call::Administer(_) => services(channel).await.map(drop),
                 };
                 return match called {
                     Ok(()) => "yes".into(),
@@ -237,7 +282,15 @@ impl World {
                 };
             }
         };
-        let answer = match client.administer(&self.control_endpoint(), request.clone(), false).await {
+        let endpoint = self.control_endpoint();
+        let answered = match request {
+            // The number of the tenant stays in the node.
+            AdminRequest::ServeGateway { name } => {
+                client.serve_gateway(&endpoint, name).await.map(|_| AdminReply::Gateway(0))
+            }
+            request => client.administer(&endpoint, request.clone(), false).await,
+        };
+        let answer = match answered {
             Ok(reply) => Ok(reply),
             Err(ControlError::Refused(e)) => Err(e),
             Err(e) => return self.call_refusal(column, &trust, &e),
@@ -250,6 +303,7 @@ impl World {
             {
                 "no".into()
             }
+            Err(Error::NoSuchPool(pool)) if pool == "p" => "absent".into(),
             other => unexpected(other),
         }
     }
