@@ -131,6 +131,11 @@ impl Gateway {
         self.0.attached.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Returns the name of the gateway.
+    pub(crate) fn name(&self) -> &str {
+        &self.0.config.name
+    }
+
     /// Returns the management of a pool's disks.
     pub(crate) fn disks(&self, pool: &str) -> vdisk::Result<Disks> {
         Disks::open(&self.0.config.client, pool, self.0.config.clock.clone())

@@ -15,6 +15,15 @@ impl Gateway {
         self.run(request).await.map_err(wire_error)
     }
 
+    /// Returns the answer for a disk that another gateway may have attached.
+    fn elsewhere(&self, result: vdisk::Result<()>) -> Result<DiskReply, GatewayError> {
+        match result {
+            Ok(()) => Ok(DiskReply::Done),
+            Err(vdisk::Error::Attached { owner, .. }) if owner != self.name() => Ok(DiskReply::NotHere),
+            Err(e) => Err(e.into()),
+        }
+    }
+
     async fn run(&self, DiskRequest { pool, command }: DiskRequest) -> Result<DiskReply, GatewayError> {
         let disks = self.disks(&pool)?;
         let place = |disk: &str| format!("{pool}/{disk}");
@@ -36,11 +45,11 @@ impl Gateway {
             }
             DiskCommand::Resize { disk, size, shrinks } => match self.attached(&place(&disk)) {
                 Some(attached) => attached.resize(size, shrinks).await?,
-                None => disks.resize(&disk, size, shrinks).await?,
+                None => return self.elsewhere(disks.resize(&disk, size, shrinks).await),
             },
             DiskCommand::Snapshot { disk, snapshot: name } => match self.attached(&place(&disk)) {
                 Some(attached) => attached.snapshot(&name).await?,
-                None => disks.snapshot(&snapshot(&disk, &name)?).await?,
+                None => return self.elsewhere(disks.snapshot(&snapshot(&disk, &name)?).await),
             },
             DiskCommand::RemoveSnapshot { disk, snapshot: name } => {
                 disks.remove_snapshot(&snapshot(&disk, &name)?).await?;
@@ -61,7 +70,10 @@ impl Gateway {
                 let attachment = DiskAttachment { pool, disk, front_end, is_read_only };
                 return self.attach(attachment, takes_over).await;
             }
-            DiskCommand::Detach { disk } => self.detach(&place(&disk)).await?,
+            DiskCommand::Detach { disk } => match self.detach(&place(&disk)).await {
+                Err(GatewayError::NotHere(_)) => return Ok(DiskReply::NotHere),
+                detached => detached?,
+            },
             other => {
                 let why = format!("this gateway does not know {other:?}; use one of the node's version");
                 return Err(vdisk::Error::Argument(why).into());

@@ -1,12 +1,15 @@
 //! The role that serves front ends on virtual disks.
 
+use std::convert::Infallible;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use base::clock::WallClock;
-use client::engine::SharedConnections;
+use base::thread::ThreadClass;
+use client::engine::{NativeEngine, SharedConnections};
 use client::{Client, Options};
+use control::{ControlClient, GatewayOrders};
 use gateway::{AttachmentFile, Gateway, GatewayConfig};
 use identity::Credentials;
 use vdisk::OpenSession;
@@ -58,10 +61,12 @@ async fn serve(process: RoleProcess, wanted: GatewayOptions) -> Result<()> {
     };
     let connections = SharedConnections::open(&options).doing("preparing the network")?;
     let connecting = connect(&connections, &wanted.endpoint, &options);
-    let client = tokio::select! {
-        client = connecting => client,
+    let engine = tokio::select! {
+        engine = connecting => Arc::new(engine),
         () = signals.next() => return Ok(()),
     };
+    let client = Client::over(Arc::clone(&engine) as _, options.clone());
+    let control = ControlClient::new(options.trust.clone());
     let endpoint = wanted.endpoint.clone();
     let open_session: OpenSession = Arc::new(move || {
         let (connections, endpoint) = (connections.clone(), endpoint.clone());
@@ -78,17 +83,54 @@ async fn serve(process: RoleProcess, wanted: GatewayOptions) -> Result<()> {
     });
     let gateway = gateway.doing("starting the gateway")?;
     role::ready(Ready { metrics: Some(process.metrics), ..Ready::default() });
-    signals.next().await;
+    tokio::select! {
+        () = signals.next() => {}
+        never = serve_orders(&gateway, &engine, &control, &wanted.name) => match never {},
+    }
     role::stopping();
     drop(gateway);
     Ok(())
 }
 
-/// Connects to the node. Waits until the node accepts the connection.
-async fn connect(connections: &SharedConnections, endpoint: &str, options: &Options) -> Client {
+/// Executes the orders of the node's control plane.
+async fn serve_orders(
+    gateway: &Gateway,
+    engine: &NativeEngine,
+    control: &ControlClient,
+    name: &str,
+) -> Infallible {
     loop {
-        match Client::connect_sharing(connections, endpoint, options.clone()).await {
-            Ok(client) => return client,
+        if let Ok(Some(endpoint)) = engine.control_endpoint() {
+            match control.serve_gateway(&endpoint, name).await {
+                Ok(orders) => execute(gateway, orders).await,
+                Err(e) => tracing::warn!(error = %e, "cannot reach the control plane yet"),
+            }
+        }
+        tokio::time::sleep(PAUSE).await;
+    }
+}
+
+/// Executes orders until the connection to the control plane ends.
+async fn execute(gateway: &Gateway, mut orders: GatewayOrders) {
+    tracing::info!("the gateway receives orders");
+    loop {
+        match orders.next().await {
+            Ok((id, request)) => {
+                let (gateway, answers) = (gateway.clone(), orders.answers());
+                base::task::spawn_local(ThreadClass::Client, async move {
+                    answers.done(id, gateway.execute(request).await).await;
+                });
+            }
+            Err(e) => return tracing::warn!(error = %e, "the gateway receives no orders any more"),
+        }
+    }
+}
+
+/// Connects to the node. Waits until the node accepts the connection.
+async fn connect(connections: &SharedConnections, endpoint: &str, options: &Options) -> NativeEngine {
+    loop {
+        match NativeEngine::connect_sharing(connections, endpoint, options).await {
+            Ok(engine) => return engine,
             Err(e) => tracing::warn!(endpoint, error = %e, "cannot reach the node yet"),
         }
         tokio::time::sleep(PAUSE).await;

@@ -107,6 +107,14 @@ impl NativeEngine {
         NativeEngine::connect_by(SessionDialer::Shared(connections.clone()), control, endpoint, options).await
     }
 
+    /// Returns the address of the node's control plane, as the node has told it last; `None` if it has none.
+    ///
+    /// # Errors
+    /// [`Error::Closed`] if the engine is closed.
+    pub fn control_endpoint(&self) -> Result<Option<String>> {
+        self.session.control()
+    }
+
     async fn connect_by(
         dialer: SessionDialer,
         over_grpc: ControlWay,
