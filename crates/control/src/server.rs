@@ -58,7 +58,7 @@ const BACKLOG: usize = 16;
 /// Pause after the system failed to accept a connection.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
-/// Time between two probes of an idle connection, and time limit of the answer.
+/// Time between two probes of an idle connection, and time limit of the answer. Both sides probe.
 pub(crate) const KEEPALIVE: (Duration, Duration) = (Duration::from_secs(20), Duration::from_secs(10));
 
 /// Maximum number of calls of a connection at a time. Further calls wait at the client.
