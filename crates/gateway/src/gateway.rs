@@ -27,7 +27,7 @@ const PAUSE_MAX: Duration = Duration::from_secs(10);
 #[non_exhaustive]
 pub enum GatewayError {
     /// The disk is attached here already.
-    #[error("the disk \"{0}\" is attached to this gateway already; detach it first")]
+    #[error("the disk \"{0}\" is attached to this gateway already, in another way; detach it first")]
     AttachedHere(String),
     /// The disk is not attached to this gateway.
     #[error("the disk \"{0}\" is not attached to this gateway")]
@@ -153,8 +153,13 @@ impl Gateway {
         takes_over: bool,
     ) -> Result<DiskReply, GatewayError> {
         let _one_at_a_time = self.0.changing.lock().await;
-        if self.lock().contains_key(&attachment.place()) {
-            return Err(GatewayError::AttachedHere(attachment.place()));
+        // A repeated request has the same answer.
+        match self.lock().get(&attachment.place()) {
+            Some(served) if served.attachment == attachment => {
+                return Ok(DiskReply::Attached(served.front_end.address(&attachment.front_end)));
+            }
+            Some(_) => return Err(GatewayError::AttachedHere(attachment.place())),
+            None => {}
         }
         // The list first: a gateway that ends meanwhile attaches the disk when it starts again.
         self.save_with(Some(&attachment))?;
@@ -252,7 +257,8 @@ impl Gateway {
 async fn attach_again(gateway: Weak<Shared>, attachment: DiskAttachment) {
     let mut pause = PAUSE;
     while let Some(shared) = gateway.upgrade() {
-        if Gateway(shared).attach_again(&attachment).await {
+        let is_done = Gateway(shared).attach_again(&attachment).await;
+        if is_done {
             return;
         }
         tokio::time::sleep(pause).await;
@@ -264,7 +270,9 @@ async fn attach_again(gateway: Weak<Shared>, attachment: DiskAttachment) {
 async fn keep_up(gateway: Weak<Shared>, wanted: Arc<Notify>) {
     let mut pause = PAUSE;
     while let Some(shared) = gateway.upgrade() {
-        match Gateway(shared).upkeep().await {
+        // The handle must not live while the task waits.
+        let outcome = Gateway(shared).upkeep().await;
+        match outcome {
             Ok(()) => {
                 pause = PAUSE;
                 wanted.notified().await;

@@ -104,9 +104,12 @@ async fn a_gateway_that_starts_again_serves_its_disks_again() {
         let attached = ask(&gateway, attach("vm", front_end(), false)).await.unwrap();
         assert_eq!(attached, DiskReply::Attached(front_end()));
         assert!(has_server(&path).await);
-        assert!(refused(ask(&gateway, attach("vm", front_end(), false)).await).contains("already"));
+        assert_eq!(ask(&gateway, attach("vm", front_end(), false)).await, Ok(attached));
+        let other = attach("vm", FrontEnd::Nbd(world.path("other.sock")), false);
+        assert!(refused(ask(&gateway, other).await).contains("already"));
         ask(&gateway, DiskCommand::Snapshot { disk: "vm".into(), snapshot: "s".into() }).await.unwrap();
     }
+    eventually("the first gateway has ended", async || !has_server(&path).await).await;
     let again = world.gateway("one", false);
     let name = Some("one".to_owned());
     eventually("the disk is attached again", async || {
@@ -149,7 +152,7 @@ async fn a_vhost_user_device_stays_with_the_holder_while_the_gateway_restarts() 
         UnixStream::connect(&path).await.unwrap();
         let gateway = world.gateway("one", true);
         eventually("the device can be detached", async || {
-            ask(&gateway, DiskCommand::Detach { disk: "vm".into() }).await.is_ok()
+            ask(&gateway, DiskCommand::Detach { disk: "vm".into() }).await == Ok(DiskReply::Done)
         })
         .await;
         assert!(UnixStream::connect(&path).await.is_err(), "the holder has removed the device");
