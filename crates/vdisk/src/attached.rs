@@ -15,6 +15,7 @@ use tokio::sync::watch;
 use tokio::time::sleep;
 use wire::{Condition, Mutation, ObjectName, OpBytes};
 
+use crate::chunk_piece::ChunkPiece;
 use crate::chunks::{ChunkState, ChunkStates};
 use crate::disks::{Disks, check_size, set_size};
 use crate::error::disk_error;
@@ -82,17 +83,6 @@ struct View {
     disks: Disks,
     stack: LayerStack,
     states: ChunkStates,
-}
-
-/// A part of a request within one chunk.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct ChunkPiece {
-    index: u64,
-    /// Offset within the chunk, in bytes.
-    within: u64,
-    /// Offset within the request, in bytes.
-    at: u64,
-    len: u64,
 }
 
 impl AttachedDisk {
@@ -211,6 +201,13 @@ impl AttachedDisk {
     #[must_use]
     pub fn end(&self) -> Option<DiskError> {
         self.0.end.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Returns the number of the attachment. Each attachment of the disk, and each change that makes it
+    /// smaller, has a new number in [`DiskHeader::epoch`].
+    #[must_use]
+    pub fn epoch(&self) -> u64 {
+        self.0.view().epoch
     }
 
     /// Returns the name of the disk.
@@ -347,21 +344,7 @@ impl AttachedState {
 
     /// Cuts a range of the disk into pieces within chunks.
     fn pieces(&self, offset: u64, len: u64) -> disk::Result<Vec<ChunkPiece>> {
-        check_range(offset, len, *self.size.borrow())?;
-        let (chunk, end) = (self.identity.chunk, offset + len);
-        let mut pieces = Vec::with_capacity(1);
-        let mut at = offset;
-        while at < end {
-            let next = ((at / chunk + 1) * chunk).min(end);
-            pieces.push(ChunkPiece {
-                index: at / chunk,
-                within: at % chunk,
-                at: at - offset,
-                len: next - at,
-            });
-            at = next;
-        }
-        Ok(pieces)
+        ChunkPiece::cut(offset, len, *self.size.borrow(), self.identity.chunk)
     }
 
     fn object(&self, name: &str) -> disk::Result<ObjectName> {
@@ -581,7 +564,7 @@ impl AttachedState {
 }
 
 /// Writes zeros to memory, or returns them.
-fn zeros(memory: Option<&Arc<dyn Memory>>, at: u64, len: u64) -> disk::Result<Vec<Bytes>> {
+pub(crate) fn zeros(memory: Option<&Arc<dyn Memory>>, at: u64, len: u64) -> disk::Result<Vec<Bytes>> {
     static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
     let steps = (0..len).step_by(ZEROS.len()).map(|from| (from, (len - from).min(ZEROS.len() as u64)));
     match memory {
@@ -728,18 +711,7 @@ impl AttachedState {
                 Err(e) => return Err(disk_error(&e)),
             }
         }
-        let mut push = |len: u64, has_data: bool| match all.last_mut() {
-            _ if len == 0 => {}
-            Some(last) if last.has_data == has_data => last.len += len,
-            _ => all.push(DiskExtent { len, has_data }),
-        };
-        let mut at = within;
-        for range in ranges {
-            push(range.start - at, false);
-            push(range.end - range.start, true);
-            at = range.end;
-        }
-        push(within + len - at, false);
+        piece.append_extents(ranges, all);
         Ok(())
     }
 }

@@ -408,6 +408,7 @@ pub(crate) fn set_size(header: &mut DiskHeader, size: u64, shrinks: bool) -> Res
         let top = &mut header.layers[0];
         top.visible_below = top.visible_below.min(size.div_ceil(header.chunk));
         header.trim_from = Some(size);
+        header.epoch += 1;
     }
     header.size = size;
     Ok(())

@@ -30,7 +30,8 @@ pub struct DiskHeader {
     pub snapshots: Vec<DiskSnapshot>,
     /// The snapshot of which the disk is a clone, until the disk was flattened.
     pub parent: Option<Parent>,
-    /// Number of the last attachment.
+    /// Number of the last attachment, or of the last change that made the disk smaller. While it stays the
+    /// same and the disk is not attached, the content of the disk stays the same.
     pub epoch: u64,
     /// The owner of the disk; `None` if it is not attached.
     pub owner: Option<DiskOwner>,

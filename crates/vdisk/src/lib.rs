@@ -22,9 +22,10 @@
 //!
 //! [`Disks`] manages the disks of a pool. An [`AttachedDisk`] executes the requests of front ends. It is
 //! the exclusive owner of its disk: it has a session of its own, and fences the sessions of earlier
-//! owners before its first request.
+//! owners before its first request. A [`SnapshotReader`] reads a snapshot, and needs no owner.
 
 mod attached;
+mod chunk_piece;
 mod chunks;
 mod directory;
 mod disks;
@@ -33,10 +34,12 @@ mod gate;
 mod header;
 mod layers;
 mod names;
+mod snapshot_reader;
 mod upkeep;
 
 pub use attached::{AttachOptions, AttachedDisk, OpenSession};
 pub use disks::{CreateOptions, DiskUsage, Disks};
 pub use error::{Error, Result};
 pub use header::{DiskHeader, DiskLayer, DiskOwner, DiskSnapshot, Parent};
-pub use names::{CHUNK_DEFAULT, CHUNK_MAX, CHUNK_MIN, NAMESPACE, SIZE_MAX, SnapshotName};
+pub use names::{CHUNK_DEFAULT, CHUNK_MAX, CHUNK_MIN, NAMESPACE, SIZE_MAX, SnapshotName, check_name};
+pub use snapshot_reader::SnapshotReader;

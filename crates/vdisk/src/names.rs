@@ -41,12 +41,12 @@ impl std::str::FromStr for SnapshotName {
     }
 }
 
-/// Checks the name of a disk or of a snapshot.
+/// Checks the name of a disk or of a snapshot; `what` is "disk" or "snapshot".
 ///
 /// # Errors
 /// [`Error::Argument`] unless it has 1 to 128 letters, digits, `.`, `_` or `-`, and begins with a letter or
 /// digit.
-pub(crate) fn check_name(what: &str, name: &str) -> Result<()> {
+pub fn check_name(what: &str, name: &str) -> Result<()> {
     let is_inner = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
     let is_valid = name.len() <= NAME_MAX
         && name.starts_with(|c: char| c.is_ascii_alphanumeric())

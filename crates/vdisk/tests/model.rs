@@ -12,7 +12,7 @@ use disk::{BLOCK, Disk, DiskError};
 use futures::future::join_all;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
-use vdisk::{AttachOptions, AttachedDisk, CreateOptions, Disks, Error, OpenSession};
+use vdisk::{AttachOptions, AttachedDisk, CreateOptions, Disks, Error, OpenSession, SnapshotReader};
 
 const MIB: u64 = 1 << 20;
 
@@ -42,6 +42,11 @@ impl World {
 
     async fn attach(&self, name: &str) -> AttachedDisk {
         AttachedDisk::attach("pool", name, self.options("gateway", false)).await.unwrap()
+    }
+
+    async fn snapshot_reader(&self, of: &str) -> vdisk::Result<SnapshotReader> {
+        let client = Client::over(Arc::clone(&self.root) as _, Options::default());
+        SnapshotReader::open(&client, &self.disks, &of.parse().unwrap()).await
     }
 
     async fn objects(&self) -> Vec<String> {
@@ -258,6 +263,7 @@ async fn check_all(world: &World, models: &BTreeMap<String, ModelDisk>, seed: u6
         disk.detach().await.unwrap();
         let header = world.disks.stat(name).await.unwrap();
         for (snapshot, expected) in &model.snapshots {
+            check_reader(world, &format!("{name}@{snapshot}"), expected, seed).await;
             let clone = format!("{name}-{snapshot}");
             world.disks.clone_snapshot(&format!("{name}@{snapshot}").parse().unwrap(), &clone).await.unwrap();
             let disk = world.attach(&clone).await;
@@ -267,6 +273,27 @@ async fn check_all(world: &World, models: &BTreeMap<String, ModelDisk>, seed: u6
         }
     }
     world.disks.upkeep().await.unwrap();
+}
+
+/// Compares what a reader of a snapshot returns with the model: all bytes, a random range, and the extents.
+async fn check_reader(world: &World, of: &str, expected: &[u8], seed: u64) {
+    let reader = world.snapshot_reader(of).await.unwrap();
+    let size = reader.snapshot().size;
+    assert_eq!(size, expected.len() as u64, "seed {seed}: {of}");
+    assert!(reader.read(0, size).await.unwrap().concat() == expected, "seed {seed}: {of}");
+    let (offset, len) = range(&mut StdRng::seed_from_u64(seed), size);
+    let span = offset as usize..(offset + len) as usize;
+    let read = reader.read(offset, len).await.unwrap().concat();
+    assert!(read == expected[span], "seed {seed}: {of} at {offset} + {len}");
+    let mut at = offset as usize;
+    for extent in reader.extents(offset, len).await.unwrap() {
+        let end = at + extent.len as usize;
+        let is_zero = expected[at..end].iter().all(|byte| *byte == 0);
+        assert!(extent.has_data || is_zero, "seed {seed}: a hole of {of} has data");
+        at = end;
+    }
+    assert_eq!(at as u64, offset + len, "seed {seed}: the extents cover the range");
+    reader.check().await.unwrap();
 }
 
 /// Removes all disks. No object but the directory must remain.
@@ -345,4 +372,65 @@ async fn a_disk_that_was_not_completely_created_can_be_created_again() {
         let refused = world.disks.create(name, CreateOptions { size, chunk }).await.unwrap_err();
         assert!(matches!(refused, Error::Argument(_)), "{refused}");
     }
+}
+
+#[tokio::test]
+async fn a_snapshot_is_read_while_its_disk_is_attached_and_changes() {
+    let world = World::new().await;
+    world.disks.create("vm", CreateOptions { size: 3 * MIB, chunk: MIB }).await.unwrap();
+    let disk = world.attach("vm").await;
+    disk.write(0, vec![vec![1; 4096].into()]).await.unwrap();
+    disk.snapshot("old").await.unwrap();
+    disk.write(MIB, vec![vec![2; 4096].into()]).await.unwrap();
+    disk.snapshot("new").await.unwrap();
+    disk.write(0, vec![vec![3; 8192].into()]).await.unwrap();
+    let reader = world.snapshot_reader("vm@new").await.unwrap();
+    let first = reader.read(0, 8192).await.unwrap().concat();
+    assert!(first[..4096] == [1; 4096] && first[4096..] == [0; 4096]);
+    let extents = reader.extents(0, 3 * MIB).await.unwrap();
+    let shape: Vec<_> = extents.iter().map(|extent| (extent.len, extent.has_data)).collect();
+    let (block, hole) = ((4096, true), (MIB - 4096, false));
+    assert_eq!(shape, [block, hole, block, (hole.0 + MIB, false)]);
+    let outside = reader.read(3 * MIB, 512).await.unwrap_err();
+    assert!(matches!(outside, DiskError::OutOfRange { .. }), "{outside}");
+    // The removal of the older snapshot moves its chunks.
+    world.disks.remove_snapshot(&"vm@old".parse().unwrap()).await.unwrap();
+    world.disks.upkeep().await.unwrap();
+    assert!(reader.read(0, 8192).await.unwrap().concat() == first);
+    assert_eq!(reader.extents(0, 3 * MIB).await.unwrap(), extents);
+    reader.check().await.unwrap();
+    disk.detach().await.unwrap();
+}
+
+#[tokio::test]
+async fn a_reader_notices_that_its_snapshot_was_removed_or_replaced() {
+    let world = World::new().await;
+    world.disks.create("vm", CreateOptions { size: MIB, chunk: MIB }).await.unwrap();
+    let missing = world.snapshot_reader("vm@s").await.unwrap_err();
+    assert!(matches!(missing, Error::NoSuchSnapshot { .. }), "{missing}");
+    let snapshot = "vm@s".parse().unwrap();
+    world.disks.snapshot(&snapshot).await.unwrap();
+    let reader = world.snapshot_reader("vm@s").await.unwrap();
+    world.disks.remove_snapshot(&snapshot).await.unwrap();
+    assert!(matches!(reader.check().await, Err(Error::NoSuchSnapshot { .. })));
+    world.disks.upkeep().await.unwrap();
+    world.disks.snapshot(&snapshot).await.unwrap();
+    assert!(matches!(reader.check().await, Err(Error::NoSuchSnapshot { .. })));
+    world.disks.remove("vm", true).await.unwrap();
+    assert!(matches!(reader.check().await, Err(Error::NoSuchDisk(_))));
+}
+
+#[tokio::test]
+async fn the_epoch_changes_with_each_attachment_and_when_a_disk_becomes_smaller() {
+    let world = World::new().await;
+    world.disks.create("vm", CreateOptions { size: 2 * MIB, chunk: MIB }).await.unwrap();
+    let disk = world.attach("vm").await;
+    let epoch = async || world.disks.stat("vm").await.unwrap().epoch;
+    assert_eq!(disk.epoch(), epoch().await);
+    disk.detach().await.unwrap();
+    assert_eq!(disk.epoch(), epoch().await);
+    world.disks.resize("vm", 3 * MIB, false).await.unwrap();
+    assert_eq!(disk.epoch(), epoch().await);
+    world.disks.resize("vm", MIB, true).await.unwrap();
+    assert_ne!(disk.epoch(), epoch().await);
 }

@@ -12,6 +12,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use base::BoxFuture;
+use base::clock::WallClock;
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
@@ -47,7 +48,7 @@ pub struct MemEngine {
 struct MemContent {
     model: Mutex<Model>,
     file: Option<Mutex<File>>,
-    /// Number of engines that were created with this content.
+    /// Name of the next engine with this content.
     owners: AtomicU64,
     /// The engines that were fenced.
     fenced: Mutex<BTreeSet<u64>>,
@@ -99,7 +100,9 @@ impl MemEngine {
             })?
         };
         let (model, file) = (Mutex::new(model), Some(Mutex::new(file)));
-        Ok(MemEngine::over(Arc::new(MemContent { model, file, ..MemContent::default() })))
+        // Objects may contain names of earlier owners, so an owner must not get the name of one of them.
+        let owners = AtomicU64::new(WallClock::default().now_ms() << 20);
+        Ok(MemEngine::over(Arc::new(MemContent { model, file, owners, ..MemContent::default() })))
     }
 
     fn lock(&self) -> MutexGuard<'_, Model> {
