@@ -45,13 +45,18 @@ pub enum Command {
     #[command(name = "whoami")]
     WhoAmI(commands::user::WhoAmIArgs),
     Scrub(commands::scrub::ScrubArgs),
+    #[command(
+        subcommand,
+        about = "Create, attach, snapshot and clone virtual disks, and copy them from and to files"
+    )]
+    Disk(commands::disk::DisksCommand),
     Put(commands::put::PutArgs),
     Get(commands::get::GetArgs),
     Ls(commands::ls::LsArgs),
     Stat(commands::stat::StatArgs),
     Rm(commands::rm::RmArgs),
     Cp(commands::cp::CpArgs),
-    Bench(commands::bench::BenchArgs),
+    Bench(commands::bench::BenchCommand),
     #[command(subcommand, about = "Inject faults into a running node, and tune its channel")]
     Debug(commands::debug::DebugCommand),
     #[command(
@@ -85,6 +90,7 @@ pub fn run(cli: Cli) -> Result<()> {
         Command::Audit(args) => commands::sessions::audit(args, node),
         Command::WhoAmI(args) => commands::user::who_am_i(args, node),
         Command::Scrub(args) => commands::scrub::run(args, node),
+        Command::Disk(command) => commands::disk::run(command, node),
         Command::Put(args) => commands::put::run(args, node),
         Command::Get(args) => commands::get::run(args, node),
         Command::Ls(args) => commands::ls::run(args, node),

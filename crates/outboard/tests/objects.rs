@@ -398,3 +398,35 @@ fn bench_prints_the_time_of_large_writes_by_phase() {
     let text = node.text(&args);
     assert!(text.contains("host write") && text.contains("dma wait"), "{text}");
 }
+
+#[test]
+fn disks_can_be_imported_exported_and_measured_without_a_gateway() {
+    for engine in ENGINES {
+        let node = Node::up(engine);
+        let (image, back) = (node.path("image"), node.path("back"));
+        let file = fs::File::create(&image).unwrap();
+        file.set_len(20 << 20).unwrap();
+        std::os::unix::fs::FileExt::write_all_at(&file, &noise(5_000_000), 6 << 20).unwrap();
+        let import = ["disk", "import", "p/vm", &image];
+        let imported: serde_json::Value =
+            serde_json::from_slice(&node.ok(&[&import[..], &["--json"]].concat())).unwrap();
+        assert_eq!((&imported["created"], &imported["size"]), (&true.into(), &(20 << 20).into()), "{engine}");
+        assert!(imported["written"].as_u64().unwrap() < 6_000_000, "{engine}: {imported}");
+        assert!(node.fails(1, &import).contains("--overwrite"));
+        node.ok(&["disk", "export", "p/vm", &back]);
+        assert!(fs::read(&image).unwrap() == fs::read(&back).unwrap(), "{engine}");
+        assert!(fs::metadata(&back).unwrap().blocks() * 512 < 8 << 20, "{engine}: the file is sparse");
+        assert!(node.ok(&["disk", "export", "p/vm", "-"]) == fs::read(&image).unwrap(), "{engine}");
+        let resumed: serde_json::Value =
+            serde_json::from_slice(&node.ok(&[&import[..], &["--resume", "--json"]].concat())).unwrap();
+        assert_eq!((&resumed["created"], &resumed["written"]), (&false.into(), &0.into()), "{engine}");
+        let bench = ["bench", "disk", "p/vm", "--seconds", "1", "--rounds", "1", "--span", "8MiB", "--json"];
+        let measured: serde_json::Value =
+            serde_json::from_slice(&node.ok(&[&bench[..], &["--workload", "mix"]].concat())).unwrap();
+        for subject in ["disk", "ranges", "whole"] {
+            let of_subject = &measured["subjects"][subject];
+            assert!(of_subject["ops"].as_u64().unwrap() > 0, "{engine} {subject}: {measured}");
+            assert_eq!(of_subject["errors"], 0, "{engine} {subject}: {measured}");
+        }
+    }
+}

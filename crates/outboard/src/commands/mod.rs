@@ -3,6 +3,7 @@
 pub mod bench;
 pub mod cp;
 pub mod debug;
+pub mod disk;
 pub mod doctor;
 pub mod down;
 pub mod ec;

@@ -1,11 +1,13 @@
 //! Connects a command to its node, and parses names of pools and objects from the command line.
 
+use std::cell::OnceCell;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use base::thread::{self, ThreadClass};
 use client::engine::{ControlEngine, MemEngine};
 use client::{Client, Object, Options, Pool};
+use vdisk::OpenSession;
 
 use crate::args::NodeArgs;
 use crate::commands::locate;
@@ -18,6 +20,8 @@ const PATIENCE: Duration = Duration::from_secs(30);
 /// Maximum time that a command tries to reach an address from --endpoint. This time is shorter,
 /// because the address may be wrong.
 const ENDPOINT_PATIENCE: Duration = Duration::from_secs(10);
+/// Maximum time of a request of the owner of a disk: requests on a disk wait until the node is back.
+const OWNER_PATIENCE: Duration = Duration::from_secs(3600);
 /// Maximum time that [`answers`] waits for a connection, and for an answer.
 const ANSWER_PATIENCE: Duration = Duration::from_secs(3);
 /// Time without a connection after which a command prints why it waits.
@@ -53,6 +57,58 @@ fn on_client_thread<T: Send + 'static>(work: impl FnOnce() -> Result<T> + Send +
     thread
         .join()
         .unwrap_or_else(|_| Err(Failure::new("running the client", "the client panicked; this is a bug")))
+}
+
+/// Like [`run`], for a command that attaches disks. `body` also gets a way to open the exclusive
+/// sessions of disks.
+///
+/// # Errors
+/// As for [`run`].
+pub fn run_as_owner<T, F>(
+    node: &NodeArgs,
+    options: Options,
+    body: impl FnOnce(Client, OpenSession) -> F + Send + 'static,
+) -> Result<T>
+where
+    T: Send + 'static,
+    F: Future<Output = Result<T>>,
+{
+    let node = node.clone();
+    on_client_thread(move || {
+        let endpoint = locate::endpoint(&node)?;
+        // All sessions share the engine: another one would wait for the lock of the file.
+        let memory = match endpoint.strip_prefix(MEM_ENDPOINT) {
+            Some(file) => Some(Arc::new(MemEngine::open(file).doing(format!("opening {endpoint}"))?)),
+            None => None,
+        };
+        let sessions = OnceCell::new();
+        let connect_both = async |node: &NodeArgs, options: &Options| {
+            sessions.get_or_init(|| exclusive_sessions(node, options, memory.clone()));
+            match &memory {
+                Some(engine) => Ok(Client::over(Arc::clone(engine) as _, options.clone())),
+                None => connect(node, options).await,
+            }
+        };
+        run_connected(&node, options, connect_both, |client| {
+            body(client, sessions.get().cloned().expect("connecting has prepared the sessions"))
+        })
+    })
+}
+
+/// Returns a way to open exclusive sessions. `options` say how the command connects to the node.
+fn exclusive_sessions(node: &NodeArgs, options: &Options, memory: Option<Arc<MemEngine>>) -> OpenSession {
+    let node = node.clone();
+    let options = Options { exclusive: true, request_timeout: OWNER_PATIENCE, ..options.clone() };
+    Arc::new(move || {
+        let (node, options, memory) = (node.clone(), options.clone(), memory.clone());
+        Box::pin(async move {
+            if let Some(engine) = memory {
+                return Ok(Client::over(Arc::new(engine.sibling()), options));
+            }
+            let endpoint = locate::endpoint(&node).map_err(|e| client::Error::Argument(e.to_string()))?;
+            Client::connect(&endpoint, options).await
+        })
+    })
 }
 
 /// Like [`run`], on the calling thread.

@@ -189,7 +189,7 @@ async fn obey_interrupts(mut interrupts: Signal, shared: &SharedLoad) -> std::co
 }
 
 /// Shows the elapsed time; never returns.
-async fn show_time(seconds: u32) -> std::convert::Infallible {
+pub async fn show_time(seconds: u32) -> std::convert::Infallible {
     let progress = ProgressMeter::seconds("measuring", u64::from(seconds));
     loop {
         tokio::time::sleep(Duration::from_secs(1)).await;

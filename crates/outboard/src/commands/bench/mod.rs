@@ -1,9 +1,11 @@
 //! `outboard bench`: runs a closed loop or a fixed rate of operations on one pool, and reports their
-//! throughput over time, latency, and CPU time by process and thread class.
+//! throughput over time, latency, and CPU time by process and thread class. `outboard bench disk` compares
+//! a virtual disk with objects.
 
 mod accounting;
 mod breakdown;
 mod clients;
+mod disk;
 mod entries;
 mod load;
 mod record;
@@ -13,7 +15,7 @@ mod schedule;
 use std::sync::Arc;
 use std::time::Duration;
 
-use clap::{Args, ValueEnum};
+use clap::{Args, Subcommand, ValueEnum};
 use serde::Serialize;
 
 use super::session;
@@ -43,6 +45,23 @@ pub enum Workload {
     Randrw,
     /// Change entries of the objects' omaps, each on condition of its old value
     Omap,
+}
+
+// What `outboard bench` measures: objects, or a virtual disk. A doc comment would replace the help text of
+// `BenchArgs`.
+#[derive(Debug, Args)]
+#[command(subcommand_negates_reqs = true)]
+pub struct BenchCommand {
+    #[command(subcommand)]
+    subject: Option<BenchSubject>,
+    #[command(flatten)]
+    objects: Option<BenchArgs>,
+}
+
+/// What `outboard bench` measures instead of objects.
+#[derive(Debug, Subcommand)]
+enum BenchSubject {
+    Disk(disk::DiskBenchArgs),
 }
 
 /// Measure throughput, latency and CPU per operation
@@ -98,7 +117,8 @@ pub enum Workload {
     outboard bench randread --pool p --object-size 4KiB --in-flight 16 --seconds 10 --json\n  \
     outboard bench randwrite --pool p --block-size 4KiB --objects 1\n  \
     outboard bench omap --pool p --object-size 100B --objects 1\n  \
-    outboard bench randrw --reads 70 --pool p --object-size 4KiB --objects 1000000 --rate 5000")]
+    outboard bench randrw --reads 70 --pool p --object-size 4KiB --objects 1000000 --rate 5000\n  \
+    outboard bench disk vms/test --workload randwrite")]
 pub struct BenchArgs {
     /// Operation to measure
     #[arg(value_enum)]
@@ -196,7 +216,18 @@ impl BenchArgs {
 }
 
 /// Runs the command.
-pub fn run(args: BenchArgs, node: &NodeArgs) -> Result<()> {
+pub fn run(command: BenchCommand, node: &NodeArgs) -> Result<()> {
+    match command {
+        BenchCommand { subject: None, objects: Some(args) } => measure_objects(args, node),
+        BenchCommand { subject: Some(BenchSubject::Disk(args)), objects: None } => disk::run(args, node),
+        _ => {
+            let why = "name either a workload on objects, or `disk`; flags of a measurement follow its name";
+            Err(Failure::usage("measuring", why))
+        }
+    }
+}
+
+fn measure_objects(args: BenchArgs, node: &NodeArgs) -> Result<()> {
     args.check()?;
     let supervisor = accounting::LocalSupervisor::of(node);
     let requests_in_flight = load::PREPARED_IN_FLIGHT.max(args.in_flight as usize);
@@ -239,6 +270,43 @@ impl BenchArgs {
             reads: 50,
             json: false,
             announce: false,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+    use crate::cli::{Cli, Command};
+
+    fn parsed(line: &str) -> Result<BenchCommand, clap::Error> {
+        match Cli::try_parse_from(line.split(' '))?.command {
+            Command::Bench(command) => Ok(command),
+            other => panic!("{line}: {other:?}"),
+        }
+    }
+
+    #[test]
+    fn bench_measures_objects_or_a_disk() {
+        let objects = parsed("outboard bench write --pool p --in-flight 3").unwrap();
+        assert!(objects.subject.is_none() && objects.objects.is_some_and(|args| args.in_flight == 3));
+        for line in
+            ["outboard bench disk p/vm", "outboard --dir d bench disk p/vm --workload hot-chunk --block 8KiB"]
+        {
+            let disk = parsed(line).unwrap();
+            assert!(disk.subject.is_some() && disk.objects.is_none(), "{line}: {disk:?}");
+        }
+        for line in [
+            "outboard bench",
+            "outboard bench write",
+            "outboard bench --pool p",
+            "outboard bench disk",
+            "outboard bench disk p/vm@s",
+            "outboard bench disk p/vm --workload backwards",
+        ] {
+            assert_eq!(parsed(line).unwrap_err().exit_code(), 2, "{line}");
         }
     }
 }

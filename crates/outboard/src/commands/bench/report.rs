@@ -125,7 +125,8 @@ impl OverTime {
 }
 
 impl Latency {
-    fn of(latency_ns: &Histogram<u64>) -> Latency {
+    /// Returns the latency of the operations of a histogram, in ns.
+    pub fn of(latency_ns: &Histogram<u64>) -> Latency {
         let us = |ns: u64| ns as f64 / 1e3;
         Latency {
             mean: latency_ns.mean() / 1e3,
