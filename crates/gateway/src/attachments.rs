@@ -61,10 +61,8 @@ impl AttachmentFile {
         std::fs::write(&new, text)?;
         std::fs::File::open(&new)?.sync_all()?;
         std::fs::rename(&new, &self.0)?;
-        match self.0.parent() {
-            Some(folder) => std::fs::File::open(folder)?.sync_all(),
-            None => Ok(()),
-        }
+        let folder = self.0.parent().filter(|folder| !folder.as_os_str().is_empty());
+        std::fs::File::open(folder.unwrap_or(Path::new(".")))?.sync_all()
     }
 }
 

@@ -68,6 +68,8 @@ async fn serve(process: RoleProcess, wanted: GatewayOptions) -> Result<()> {
     let client = Client::over(Arc::clone(&engine) as _, options.clone());
     let control = ControlClient::new(options.trust.clone());
     let endpoint = wanted.endpoint.clone();
+    let holder = wanted.holder.map(std::path::absolute).transpose();
+    let holder = holder.doing("finding the holder's control socket")?;
     let open_session: OpenSession = Arc::new(move || {
         let (connections, endpoint) = (connections.clone(), endpoint.clone());
         let options = Options { exclusive: true, ..options.clone() };
@@ -77,7 +79,7 @@ async fn serve(process: RoleProcess, wanted: GatewayOptions) -> Result<()> {
         name: wanted.name.clone(),
         client,
         open_session,
-        holder: wanted.holder,
+        holder,
         attachments: AttachmentFile::at(&wanted.attachments),
         clock: WallClock::default(),
     });

@@ -19,6 +19,7 @@ pub fn run(args: &RoleArgs, socket: &Path) -> Result<()> {
 
 async fn serve(process: RoleProcess, socket: std::path::PathBuf) -> Result<()> {
     let mut signals = StopSignals::catch()?;
+    let socket = std::path::absolute(socket).doing("finding the holder's control socket")?;
     let holder = Holder::bind(HolderConfig::new(&socket)).doing("binding the holder's control socket")?;
     role::ready(Ready { metrics: Some(process.metrics), ..Ready::default() });
     holder.run(signals.next()).await;
