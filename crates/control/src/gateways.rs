@@ -209,7 +209,7 @@ struct LineState {
     /// Id of the last order.
     last: u64,
     /// The orders in flight, at most [`ORDERS_MAX`].
-    in_flight: HashMap<u64, InFlight>,
+    in_flight: HashMap<u64, OrderInFlight>,
     /// The parts so far of a result, with the order.
     parts: Option<(u64, Vec<u8>)>,
     /// The stream of the gateway; `None` after its end.
@@ -217,7 +217,7 @@ struct LineState {
 }
 
 #[derive(Debug)]
-struct InFlight {
+struct OrderInFlight {
     answer: oneshot::Sender<Result<DiskReply>>,
     deadline: Instant,
 }
@@ -285,7 +285,7 @@ impl GatewayLine {
             TrySendError::Closed(_) => gone(),
         })?;
         let (answer, answered) = oneshot::channel();
-        in_flight.insert(*last, InFlight { answer, deadline });
+        in_flight.insert(*last, OrderInFlight { answer, deadline });
         assert!(in_flight.len() <= ORDERS_MAX, "more orders in flight than the limit");
         Ok((*last, answered))
     }
