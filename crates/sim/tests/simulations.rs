@@ -4,7 +4,7 @@ use std::process::{Command, Stdio};
 
 /// Kinds of faults that do not occur with [`SEEDS`]: they once reached known defects, or are newer than
 /// the seeds.
-const SEEDS_OFF: &str = "stale-drive,lying-flush,fill-index,witness,remove-in-turn,lose-too-many,damage-log-end,hot-objects,shards";
+const SEEDS_OFF: &str = "stale-drive,lying-flush,fill-index,witness,remove-in-turn,lose-too-many,damage-log-end,hot-objects,shards,takeover";
 
 /// Number of simulations in which each expected effect of faults must occur.
 const COVERING: u32 = 500;
@@ -62,37 +62,37 @@ const OTHER_SEEDS: &[(u64, &str, &str)] = &[
     // The array: it used the data of a target with older content.
     (
         76,
-        "lying-flush,fill-index,witness,remove-in-turn,lose-too-many,damage-log-end,hot-objects,shards",
+        "lying-flush,fill-index,witness,remove-in-turn,lose-too-many,damage-log-end,hot-objects,shards,takeover",
         "5482efdd",
     ),
     (
         30350,
-        "stale-drive,fill-index,witness,remove-in-turn,lose-too-many,damage-log-end,hot-objects,shards",
+        "stale-drive,fill-index,witness,remove-in-turn,lose-too-many,damage-log-end,hot-objects,shards,takeover",
         "5482efdd",
     ),
     // The array: a stale member that had gone back was in sync after an interrupted rebuild.
-    (90025, "fill-index,witness,remove-in-turn,lose-too-many,damage-log-end,hot-objects,shards", "2dace929"),
+    (90025, "fill-index,witness,remove-in-turn,lose-too-many,damage-log-end,hot-objects,shards,takeover", "2dace929"),
     // The array: a change was refused and then kept.
-    (200547, "hot-objects,shards", "a0cf964f"),
+    (200547, "hot-objects,shards,takeover", "a0cf964f"),
     // The simulator: a panic counted that the store had caught.
-    (203199, "hot-objects,shards", "a0cf964f"),
+    (203199, "hot-objects,shards,takeover", "a0cf964f"),
     // The store: an index whose write had failed in a read was never remounted.
-    (216956, "hot-objects,shards", "fa6d9de1"),
+    (216956, "hot-objects,shards,takeover", "fa6d9de1"),
     // The simulator: the operator accepted no loss of a target that other groups used.
-    (311424, "hot-objects,shards", "7125f242"),
+    (311424, "hot-objects,shards,takeover", "7125f242"),
     // The store: an index with an unreadable page counted as full.
-    (314969, "hot-objects,shards", "aa438765"),
+    (314969, "hot-objects,shards,takeover", "aa438765"),
     // The simulator: no operator removed an object that was lost beyond the tolerance.
-    (328033, "hot-objects,shards", "52448a3d"),
+    (328033, "hot-objects,shards,takeover", "52448a3d"),
     // The osd: without a witness, it used an outdated map, and a removed pool was back.
-    (2856034186, "lying-flush,shards", "7bfd0991"),
+    (2856034186, "lying-flush,shards,takeover", "7bfd0991"),
     // The array: damage of an object that was being changed closed its whole group.
-    (2856035301, "lying-flush,shards", "67d52daf"),
+    (2856035301, "lying-flush,shards,takeover", "67d52daf"),
     // The osd: a read chose the version of a pending change, which then failed after the store was
     // lost; the read was refused as if the object had changed.
-    (261643, "", "8d4e4e4c"),
+    (261643, "takeover", "8d4e4e4c"),
     // The simulator: one written byte was the same as the byte that it replaced.
-    (261352, "", "8d4e4e4c"),
+    (261352, "takeover", "8d4e4e4c"),
 ];
 
 /// Runs the program. Returns its output, and whether it has succeeded.
