@@ -1,6 +1,7 @@
 //! [`AttachedDisk`]: a disk with its exclusive owner, which executes the requests of front ends.
 
 use std::fmt;
+use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::Duration;
 
@@ -680,7 +681,7 @@ impl AttachedDisk {
 impl AttachedState {
     /// Appends the extents of a piece.
     async fn extents_of(&self, piece: ChunkPiece, all: &mut Vec<DiskExtent>) -> disk::Result<()> {
-        let ChunkPiece { index, within, len, .. } = piece;
+        let index = piece.index;
         let names = {
             let view = self.view();
             match view.states.get(index) {
@@ -692,27 +693,39 @@ impl AttachedState {
                 }
             }
         };
-        let mut ranges = Vec::new();
+        let mut ranges = None;
         for name in &names {
-            let name = std::str::from_utf8(name).expect("names of chunks are ASCII");
-            let ask = |client: Client| {
-                let (pool, name) = (self.pool.clone(), name.to_owned());
-                async move {
-                    let pool = client.pool(&pool)?.namespace(crate::NAMESPACE)?;
-                    pool.object(&name)?.extents(within, len).await
-                }
-            };
-            match self.until_done(ask).await {
-                Ok(found) => {
-                    ranges = found;
-                    break;
-                }
-                Err(client::Error::Node(wire::Error::NoSuchObject(_))) => {}
-                Err(e) => return Err(disk_error(&e)),
+            ranges = self.ranges_in(name, piece).await?;
+            if ranges.is_some() {
+                break;
             }
         }
-        piece.append_extents(ranges, all);
+        // The removal of an older snapshot may have moved the chunk to a newer layer meanwhile. In this
+        // order, it cannot be missed.
+        if ranges.is_none() && names.len() > 1 {
+            for name in names.iter().rev() {
+                ranges = self.ranges_in(name, piece).await?.or(ranges);
+            }
+        }
+        piece.append_extents(ranges.unwrap_or_default(), all);
         Ok(())
+    }
+
+    /// Returns the ranges with data of one object of a chunk; `None` if there is no object.
+    async fn ranges_in(&self, name: &Bytes, piece: ChunkPiece) -> disk::Result<Option<Vec<Range<u64>>>> {
+        let name = std::str::from_utf8(name).expect("names of chunks are ASCII");
+        let ask = |client: Client| {
+            let (pool, name) = (self.pool.clone(), name.to_owned());
+            async move {
+                let pool = client.pool(&pool)?.namespace(crate::NAMESPACE)?;
+                pool.object(&name)?.extents(piece.within, piece.len).await
+            }
+        };
+        match self.until_done(ask).await {
+            Ok(found) => Ok(Some(found)),
+            Err(client::Error::Node(wire::Error::NoSuchObject(_))) => Ok(None),
+            Err(e) => Err(disk_error(&e)),
+        }
     }
 }
 

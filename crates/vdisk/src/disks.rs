@@ -7,7 +7,7 @@ use uuid::Uuid;
 use wire::ObjectName;
 
 use crate::directory::{DiskDirectory, is_conflict};
-use crate::header::{DiskHeader, DiskLayer, Parent};
+use crate::header::{DiskHeader, DiskLayer, DiskSnapshot, Parent};
 use crate::names::{
     self, CHUNK_DEFAULT, CHUNK_MAX, CHUNK_MIN, NAMESPACE, SIZE_MAX, SnapshotName, check_name,
 };
@@ -240,23 +240,39 @@ impl Disks {
     /// # Errors
     /// [`Error::NoSuchSnapshot`], and [`Error::InUse`] if it has clones.
     pub async fn remove_snapshot(&self, SnapshotName { disk, snapshot }: &SnapshotName) -> Result<()> {
-        let set = |is_removing: bool| {
-            move |header: &mut DiskHeader| {
-                let found = header.snapshots.iter_mut().find(|one| one.name == *snapshot);
-                let missing = Error::NoSuchSnapshot { disk: disk.clone(), snapshot: snapshot.clone() };
-                found.ok_or(missing)?.is_removing = is_removing;
-                Ok(())
-            }
-        };
         let layer = self.stat(disk).await?.snapshot(snapshot)?.layer;
-        // A clone that is being made sees the mark, or is seen here.
-        self.change(disk, set(true)).await?;
+        let mark = |one: &mut DiskSnapshot| one.is_removing = true;
+        self.change_snapshot(disk, layer, mark).await?;
+        self.decide_on_snapshot(disk, snapshot, layer).await
+    }
+
+    async fn change_snapshot(
+        &self,
+        disk: &str,
+        layer: u64,
+        change: impl Fn(&mut DiskSnapshot),
+    ) -> Result<()> {
+        let changed = self.change(disk, |header| {
+            header.snapshots.iter_mut().filter(|one| one.layer == layer).for_each(&change);
+            Ok(())
+        });
+        changed.await.map(drop)
+    }
+
+    /// Decides whether a snapshot that is marked as being removed can be removed: a clone that is being made
+    /// sees the mark, or is seen here. Only then its chunks may be moved. The decision may be repeated.
+    pub(crate) async fn decide_on_snapshot(&self, disk: &str, snapshot: &str, layer: u64) -> Result<()> {
         let clones = self.directory.clones(layer).await?;
-        if clones.is_empty() {
-            return Ok(());
+        let is_used = !clones.is_empty();
+        let decide = |one: &mut DiskSnapshot| match is_used {
+            true => one.is_removing = one.is_released,
+            false => one.is_released = one.is_removing,
+        };
+        self.change_snapshot(disk, layer, decide).await?;
+        match is_used {
+            true => Err(in_use(&format!("the snapshot \"{disk}@{snapshot}\""), &clones)),
+            false => Ok(()),
         }
-        self.change(disk, set(false)).await?;
-        Err(in_use(&format!("the snapshot \"{disk}@{snapshot}\""), &clones))
     }
 
     /// Creates a disk that begins with the content of a snapshot.
@@ -328,6 +344,12 @@ impl Disks {
             }
         };
         let header = self.change(name, set(true)).await?;
+        self.decide_on_disk(name, &header).await
+    }
+
+    /// Decides whether a disk that is marked as being removed can be removed, as
+    /// [`decide_on_snapshot`](Self::decide_on_snapshot) does.
+    pub(crate) async fn decide_on_disk(&self, name: &str, header: &DiskHeader) -> Result<()> {
         let mut clones = Vec::new();
         for layer in header.layers.iter().filter(|layer| layer.is_own) {
             clones.extend(self.directory.clones(layer.id).await?);

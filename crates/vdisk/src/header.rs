@@ -77,6 +77,9 @@ pub struct DiskSnapshot {
     pub created_ms: u64,
     /// Whether the snapshot is being removed.
     pub is_removing: bool,
+    /// Whether it is certain that there is no clone of a snapshot that is being removed, so that its chunks
+    /// may be moved.
+    pub is_released: bool,
 }
 
 /// The snapshot of which a disk is a clone.
@@ -170,6 +173,7 @@ impl DiskHeader {
             size: self.size,
             created_ms: now_ms,
             is_removing: false,
+            is_released: false,
         };
         self.snapshots.push(snapshot);
         self.layers.insert(0, DiskLayer { id: layer, visible_below: u64::MAX, is_own: true });

@@ -11,7 +11,7 @@ use futures::stream::TryStreamExt;
 use wire::ObjectName;
 
 use crate::disks::Disks;
-use crate::header::DiskHeader;
+use crate::header::{DiskHeader, DiskSnapshot};
 use crate::layers::LayerStack;
 use crate::names;
 use crate::{Error, Result};
@@ -30,8 +30,19 @@ impl Disks {
             self.finish_removal(disk).await?;
             was_busy = true;
         }
-        for header in self.list().await? {
-            was_busy |= self.upkeep_disk(&header.name).await?;
+        for (name, disk) in self.directory.list().await? {
+            match self.load_id(disk).await? {
+                Some((header, _)) if header.is_removing => {
+                    // A process has ended before the removal was certain.
+                    match self.decide_on_disk(&name, &header).await {
+                        Err(Error::InUse(_) | Error::NoSuchDisk(_)) => {}
+                        decided => decided?,
+                    }
+                    was_busy = true;
+                }
+                Some(_) => was_busy |= self.upkeep_disk(&name).await?,
+                None => {}
+            }
         }
         Ok(was_busy)
     }
@@ -49,7 +60,12 @@ impl Disks {
             };
             if header.owner.is_none() && header.trim_from.is_some() {
                 self.trim(&header).await?;
-            } else if let Some(layer) = header.removing_layer() {
+            } else if let Some(snapshot) = header.snapshots.iter().find(|one| one.is_undecided()) {
+                match self.decide_on_snapshot(name, &snapshot.name, snapshot.layer).await {
+                    Err(Error::InUse(_)) => {}
+                    decided => decided?,
+                }
+            } else if let Some(layer) = header.released_layer() {
                 self.merge(&header, layer).await?;
             } else if header.is_flattening {
                 self.copy_parent(&header).await?;
@@ -185,11 +201,74 @@ impl Disks {
 }
 
 impl DiskHeader {
-    /// Returns the layer of the oldest snapshot that is being removed.
-    fn removing_layer(&self) -> Option<u64> {
-        let removing = |layer: u64| {
-            self.snapshots.iter().any(|snapshot| snapshot.layer == layer && snapshot.is_removing)
+    /// Returns the layer of the oldest snapshot whose chunks may be moved.
+    fn released_layer(&self) -> Option<u64> {
+        let released = |layer: u64| {
+            self.snapshots.iter().any(|snapshot| snapshot.layer == layer && snapshot.is_released)
         };
-        self.layers.iter().rev().map(|layer| layer.id).find(|layer| removing(*layer))
+        self.layers.iter().rev().map(|layer| layer.id).find(|layer| released(*layer))
+    }
+}
+
+impl DiskSnapshot {
+    /// Returns whether a process has ended before the removal of the snapshot was certain.
+    fn is_undecided(&self) -> bool {
+        self.is_removing && !self.is_released
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use base::clock::WallClock;
+    use client::engine::MemEngine;
+    use client::{Client, Options};
+
+    use super::*;
+    use crate::CreateOptions;
+
+    async fn disks() -> Disks {
+        let client = Client::over(Arc::new(MemEngine::new()), Options::default());
+        client.create_pool("pool").await.unwrap();
+        let disks = Disks::open(&client, "pool", WallClock::default()).unwrap();
+        disks.create("vm", CreateOptions::of_size(1 << 30)).await.unwrap();
+        disks
+    }
+
+    #[tokio::test]
+    async fn a_removal_whose_process_has_ended_is_decided_later() {
+        let disks = disks().await;
+        for (snapshot, clone) in [("used", Some("clone")), ("free", None)] {
+            let name = format!("vm@{snapshot}").parse().unwrap();
+            disks.snapshot(&name).await.unwrap();
+            if let Some(clone) = clone {
+                disks.clone_snapshot(&name, clone).await.unwrap();
+            }
+        }
+        let mark = |header: &mut DiskHeader| {
+            header.snapshots.iter_mut().for_each(|one| one.is_removing = true);
+            Ok(())
+        };
+        disks.change("vm", mark).await.unwrap();
+        assert!(disks.upkeep().await.unwrap());
+        let header = disks.stat("vm").await.unwrap();
+        let left: Vec<(&str, bool)> =
+            header.snapshots.iter().map(|one| (&*one.name, one.is_removing)).collect();
+        assert_eq!(left, [("used", false)], "a snapshot with a clone stays");
+
+        let mark = |header: &mut DiskHeader| {
+            header.is_removing = true;
+            Ok(())
+        };
+        disks.change("vm", mark).await.unwrap();
+        disks.upkeep().await.unwrap();
+        assert!(disks.stat("vm").await.is_ok(), "a disk with a clone stays");
+        disks.change("clone", mark).await.unwrap();
+        disks.upkeep().await.unwrap();
+        let name = disks.list().await.unwrap().into_iter().map(|header| header.name);
+        assert_eq!(name.collect::<Vec<_>>(), ["vm"]);
+        disks.create("clone", CreateOptions::of_size(512)).await.unwrap();
+        assert!(disks.upkeep().await.is_ok());
     }
 }
