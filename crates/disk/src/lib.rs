@@ -76,8 +76,7 @@ pub struct DiskIdentity {
 /// same time; the front end limits their number. A dropped future leaves the outcome of its request
 /// open.
 ///
-/// Any thread may call a disk. The methods start their request when they are called, not at the first
-/// poll of the future.
+/// Any thread may call a disk. A request starts at the first poll of its future.
 pub trait Disk: Send + Sync + fmt::Debug {
     /// Returns the properties of the disk that do not change.
     fn identity(&self) -> &DiskIdentity;

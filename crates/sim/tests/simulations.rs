@@ -71,7 +71,11 @@ const OTHER_SEEDS: &[(u64, &str, &str)] = &[
         "5482efdd",
     ),
     // The array: a stale member that had gone back was in sync after an interrupted rebuild.
-    (90025, "fill-index,witness,remove-in-turn,lose-too-many,damage-log-end,hot-objects,shards,takeover", "2dace929"),
+    (
+        90025,
+        "fill-index,witness,remove-in-turn,lose-too-many,damage-log-end,hot-objects,shards,takeover",
+        "2dace929",
+    ),
     // The array: a change was refused and then kept.
     (200547, "hot-objects,shards,takeover", "a0cf964f"),
     // The simulator: a panic counted that the store had caught.

@@ -6,10 +6,8 @@
 mod attacks;
 mod common;
 mod engine;
-mod extents;
 mod fencing;
 mod hostile;
-mod inherit;
 mod model;
 mod network;
 mod ops;

@@ -14,7 +14,7 @@ use crate::redundancy::{Rig, scrub, wait_until_whole};
 /// Size of each object.
 const SIZE: usize = 300_000;
 /// Number of placement keys.
-const KEYS: usize = 24;
+const KEYS: usize = 16;
 
 fn name(layer: u32, key: usize) -> String {
     format!("{layer}/{key}")
