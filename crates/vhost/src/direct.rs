@@ -94,10 +94,11 @@ impl VhostControl for DirectControl {
     }
 
     async fn disconnected(&mut self) {
-        let ready = self.stream.ready(Interest::READABLE).await;
-        if ready.is_ok_and(|ready| !ready.is_read_closed()) {
-            // The front end has sent a further message instead.
-            std::future::pending::<()>().await;
+        // Not READABLE, because the socket may still count as readable after the last message, and
+        // because a further message is no reason to return. This interest includes a closed peer.
+        match self.stream.ready(Interest::PRIORITY).await {
+            Ok(ready) if !ready.is_read_closed() => std::future::pending().await,
+            Ok(_) | Err(_) => {}
         }
     }
 }
