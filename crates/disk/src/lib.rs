@@ -74,7 +74,7 @@ pub struct DiskIdentity {
 /// may take effect in part before it fails. Overlapping requests in flight take effect in any order.
 /// While the storage is unavailable, requests wait. The disk executes any number of requests at the
 /// same time; the front end limits their number. A dropped future leaves the outcome of its request
-/// open.
+/// open, and the request may take effect until [`quiesce`](Self::quiesce) returns.
 ///
 /// Any thread may call a disk. A request starts at the first poll of its future.
 pub trait Disk: Send + Sync + fmt::Debug {
@@ -106,6 +106,12 @@ pub trait Disk: Send + Sync + fmt::Debug {
     /// Returns which parts of a range have data, as consecutive extents in the order of their offsets.
     /// The first begins at `offset`. The extents cover the range, or at least the first chunk of it.
     fn extents(&self, offset: u64, len: u64) -> BoxFuture<'static, Result<Vec<DiskExtent>>>;
+
+    /// Waits until no request whose future was dropped takes effect any more. A front end calls it before
+    /// the first request of a new guest or client.
+    fn quiesce(&self) -> BoxFuture<'static, ()> {
+        Box::pin(std::future::ready(()))
+    }
 }
 
 /// A range of a disk, which either has data or reads as zeros without taking space.

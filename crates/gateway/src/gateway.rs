@@ -10,7 +10,7 @@ use base::thread::ThreadClass;
 use client::Client;
 use disk::Disk;
 use tokio::sync::Notify;
-use vdisk::{AttachOptions, AttachedDisk, Disks, OpenSession};
+use vdisk::{AttachOptions, AttachedDisk, Disks, OpenSession, Worker};
 use wire::{DiskReply, FrontEnd};
 
 use crate::attachments::{AttachmentFile, DiskAttachment};
@@ -246,10 +246,14 @@ impl Gateway {
     }
 
     async fn upkeep(&self) -> vdisk::Result<()> {
-        for pool in self.0.config.client.pools().await? {
-            self.disks(&pool.name)?.upkeep().await?;
+        let GatewayConfig { name, open_session, client, .. } = &self.0.config;
+        let worker = Worker { gateway: name.clone(), open_session: Arc::clone(open_session) };
+        let mut result = Ok(());
+        for pool in client.pools().await? {
+            let done = self.disks(&pool.name)?.upkeep(&worker).await;
+            result = result.and(done.map(drop));
         }
-        Ok(())
+        result
     }
 }
 
@@ -278,7 +282,10 @@ async fn keep_up(gateway: Weak<Shared>, wanted: Arc<Notify>) {
                 wanted.notified().await;
             }
             Err(e) => {
-                tracing::warn!(error = %e, "the upkeep of disks has failed; trying again");
+                match e {
+                    vdisk::Error::InUse(_) => tracing::debug!(error = %e, "the upkeep of disks waits"),
+                    e => tracing::warn!(error = %e, "the upkeep of disks has failed; trying again"),
+                }
                 tokio::time::sleep(pause).await;
                 pause = (pause * 2).min(PAUSE_MAX);
             }

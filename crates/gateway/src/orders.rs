@@ -45,7 +45,11 @@ impl Gateway {
             }
             DiskCommand::Resize { disk, size, shrinks } => match self.attached(&place(&disk)) {
                 Some(attached) => attached.resize(size, shrinks).await?,
-                None => return self.elsewhere(disks.resize(&disk, size, shrinks).await),
+                None => {
+                    let resized = disks.resize(&disk, size, shrinks).await;
+                    self.wake_upkeep();
+                    return self.elsewhere(resized);
+                }
             },
             DiskCommand::Snapshot { disk, snapshot: name } => match self.attached(&place(&disk)) {
                 Some(attached) => attached.snapshot(&name).await?,

@@ -45,7 +45,11 @@ where
         Ok(negotiated) => negotiated?,
     };
     match agreement {
-        Some(agreement) => transmit(reader, writer, &agreement, limits).await,
+        Some(agreement) => {
+            // Requests of an earlier client must not take effect after those of this one.
+            agreement.export.disk.quiesce().await;
+            transmit(reader, writer, &agreement, limits).await
+        }
         None => Ok(()),
     }
 }

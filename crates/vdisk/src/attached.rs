@@ -3,10 +3,10 @@
 use std::fmt;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
-use std::time::Duration;
 
 use base::BoxFuture;
 use base::clock::WallClock;
+use base::thread::ThreadClass;
 use bytes::Bytes;
 use client::Client;
 use client::engine::{ChangeRequest, OwnerName, ReadReply, ReadRequest, Sink, SinkMemory, Source};
@@ -19,20 +19,13 @@ use wire::{Condition, Mutation, ObjectName, OpBytes};
 use crate::chunk_piece::ChunkPiece;
 use crate::chunks::{ChunkState, ChunkStates};
 use crate::disks::{Disks, check_size, set_size};
+use crate::enduring::{Enduring, Orphans};
 use crate::error::disk_error;
 use crate::gate::Gate;
 use crate::header::{DiskHeader, DiskOwner};
 use crate::layers::LayerStack;
+use crate::owners::{OpenSession, PAUSE, PAUSE_MAX, is_over, is_unavailable, take_role};
 use crate::{Error, Result};
-
-/// First pause before a request is repeated. It doubles up to [`PAUSE_MAX`].
-const PAUSE: Duration = Duration::from_millis(20);
-const PAUSE_MAX: Duration = Duration::from_secs(1);
-/// Number of attempts to become the owner while others change the record of the disk.
-const ATTEMPTS: usize = 16;
-
-/// Opens the exclusive session of a disk ([`client::Options::exclusive`]).
-pub type OpenSession = Arc<dyn Fn() -> BoxFuture<'static, client::Result<Client>> + Send + Sync>;
 
 /// How a disk is attached.
 #[derive(Clone)]
@@ -68,8 +61,11 @@ struct AttachedState {
     gate: Gate,
     /// What the requests use. A snapshot or a new session replaces parts of it.
     view: RwLock<View>,
-    /// Held while the disk gets a new session.
-    recovering: tokio::sync::Mutex<()>,
+    /// Held while the disk gets a new session. Contains the names of all sessions that may be the owner on
+    /// record: the current one, and those of attempts that have failed.
+    recovering: tokio::sync::Mutex<Vec<OwnerName>>,
+    /// Requests in progress that their callers have dropped.
+    orphans: Orphans,
     /// Why the disk is not attached any more.
     end: Mutex<Option<DiskError>>,
 }
@@ -82,8 +78,31 @@ struct View {
     owner: OwnerName,
     client: Client,
     disks: Disks,
+    /// Size of the disk, in bytes.
+    size: u64,
     stack: LayerStack,
     states: ChunkStates,
+}
+
+impl View {
+    fn object(&self, name: &str) -> client::Result<ObjectName> {
+        Ok(self.disks.pool.object(name)?.name().clone())
+    }
+
+    /// Takes over the layers and the size from the record of the disk. No request may be in progress if the
+    /// top layer or the size differs.
+    fn adopt(&mut self, header: &DiskHeader) {
+        let stack = LayerStack::of_disk(header);
+        if stack.top_layer().id != self.stack.top_layer().id {
+            self.states.new_layer();
+        }
+        self.stack = stack;
+        if header.size != self.size {
+            let kept = self.size.div_ceil(header.chunk).min(header.size / header.chunk);
+            self.states.resize(header.chunks(), kept);
+            self.size = header.size;
+        }
+    }
 }
 
 impl AttachedDisk {
@@ -92,14 +111,16 @@ impl AttachedDisk {
     /// # Errors
     /// [`Error::NoSuchDisk`], and [`Error::Attached`] if another gateway has it and `takes_over` is not set.
     pub async fn attach(pool: &str, name: &str, options: AttachOptions) -> Result<AttachedDisk> {
-        let Owned { client, owner, disks, header } = become_owner(pool, name, &options, None).await?;
+        let owned = become_owner(pool, name, &options, None, &mut Vec::new()).await?;
+        let Owned { client, owner, disks, header } = owned;
         let identity =
             DiskIdentity { serial: header.serial.clone(), nguid: header.nguid, chunk: header.chunk };
         let view = View {
             epoch: header.epoch,
-            owner,
+            owner: owner.clone(),
             client,
             disks,
+            size: header.size,
             stack: LayerStack::of_disk(&header),
             states: ChunkStates::new(header.chunks()),
         };
@@ -111,20 +132,21 @@ impl AttachedDisk {
             size: watch::Sender::new(header.size),
             gate: Gate::default(),
             view: RwLock::new(view),
-            recovering: tokio::sync::Mutex::default(),
+            recovering: tokio::sync::Mutex::new(vec![owner]),
+            orphans: Orphans::default(),
             end: Mutex::default(),
         })))
     }
 
-    /// Detaches the disk, after the requests in progress.
+    /// Detaches the disk, after the requests in progress. Requests that wait for the node fail.
     ///
     /// # Errors
     /// Those of the storage. The disk is detached here in any case, but may still have this owner on
     /// record.
     pub async fn detach(&self) -> Result<()> {
         let disk = &self.0;
-        let _closed = disk.gate.close().await;
         disk.finish(DiskError::Detached("it was detached".into()));
+        let _closed = disk.gate.close().await;
         let (client, own, disks) = {
             let view = disk.view();
             (view.client.clone(), view.owner.clone(), view.disks.clone())
@@ -143,29 +165,18 @@ impl AttachedDisk {
     /// Takes a snapshot. Requests wait until it is durable.
     ///
     /// # Errors
-    /// [`Error::Exists`], [`Error::Client`] if the disk was taken over meanwhile.
+    /// [`Error::Exists`]; [`Error::Attached`] if the disk was taken over meanwhile.
     pub async fn snapshot(&self, snapshot: &str) -> Result<()> {
         crate::names::check_name("snapshot", snapshot)?;
-        let disk = &self.0;
-        let disks = disk.view().disks.clone();
+        self.finish_trim().await?;
+        let disks = self.0.view().disks.clone();
         let layer = disks.directory.allocate(1).await?;
-        let mut loaded = self.load_own(&disks).await?;
-        let _closed = disk.gate.close().await;
-        for _ in 0..ATTEMPTS {
-            let (mut header, version) = loaded;
-            header.add_snapshot(snapshot, layer, disk.options.clock.now_ms())?;
-            match disks.store(&header, version).await {
-                Err(Error::Conflict(_)) => loaded = self.load_own(&disks).await?,
-                stored => {
-                    stored?;
-                    let mut view = disk.view_mut();
-                    view.stack = LayerStack::of_disk(&header);
-                    view.states.new_layer();
-                    return Ok(());
-                }
-            }
-        }
-        Err(Error::Conflict(disk.name.clone()))
+        let (snapshot, now_ms) = (snapshot.to_owned(), self.0.options.clock.now_ms());
+        let add = move |header: &mut DiskHeader| match header.layers.iter().any(|one| one.id == layer) {
+            true => Ok(()),
+            false => header.add_snapshot(&snapshot, layer, now_ms),
+        };
+        self.change_record(add).await.map(drop)
     }
 
     /// Changes the size of the disk.
@@ -174,28 +185,34 @@ impl AttachedDisk {
     /// [`Error::Argument`] if the size is invalid, or smaller than now and `shrinks` is not set.
     pub async fn resize(&self, size: u64, shrinks: bool) -> Result<()> {
         check_size(size)?;
-        let disk = &self.0;
-        let disks = disk.view().disks.clone();
-        let _closed = disk.gate.close().await;
-        for _ in 0..ATTEMPTS {
-            let (mut header, version) = self.load_own(&disks).await?;
-            let kept = header.chunks().min(size / header.chunk);
-            set_size(&mut header, size, shrinks)?;
-            match disks.store(&header, version).await {
-                Err(Error::Conflict(_)) => {}
-                stored => {
-                    stored?;
-                    {
-                        let mut view = disk.view_mut();
-                        view.stack = LayerStack::of_disk(&header);
-                        view.states.resize(header.chunks(), kept);
-                    }
-                    disk.size.send_replace(size);
-                    return disks.trim(&header).await;
-                }
+        self.finish_trim().await?;
+        self.change_record(move |header| set_size(header, size, shrinks)).await?;
+        self.finish_trim().await
+    }
+
+    /// Removes the data after the end of a disk that was made smaller.
+    async fn finish_trim(&self) -> Result<()> {
+        let disks = self.0.view().disks.clone();
+        let (header, _) = self.0.load_own(&disks).await?;
+        disks.trim(&header).await
+    }
+
+    /// Changes the record of the disk while no request is in progress. The change goes on if the caller
+    /// drops it, because requests must not continue before its outcome is certain.
+    async fn change_record(
+        &self,
+        change: impl Fn(&mut DiskHeader) -> Result<()> + Send + Sync + 'static,
+    ) -> Result<DiskHeader> {
+        let disk = Arc::clone(&self.0);
+        let changing = base::task::spawn(ThreadClass::Client, async move {
+            let _closed = disk.gate.close().await;
+            let changed = disk.change_record(change).await;
+            if let Ok(header) = &changed {
+                disk.adopt(header);
             }
-        }
-        Err(Error::Conflict(disk.name.clone()))
+            changed
+        });
+        changing.await.unwrap_or_else(|_| Err(Error::Client(client::Error::Closed)))
     }
 
     /// Returns why the disk is not attached any more; `None` if it is.
@@ -216,17 +233,6 @@ impl AttachedDisk {
     pub fn name(&self) -> &str {
         &self.0.name
     }
-
-    /// Loads the record of the disk, which must still have this owner.
-    async fn load_own(&self, disks: &Disks) -> Result<(DiskHeader, u64)> {
-        let own = self.0.view().owner.clone();
-        let (header, version) = disks.load(&self.0.name).await?;
-        match &header.owner {
-            Some(owner) if owner.name == *own.as_bytes() => Ok((header, version)),
-            Some(owner) => Err(Error::Attached { disk: header.name.clone(), owner: owner.gateway.clone() }),
-            None => Err(Error::InUse(format!("the disk \"{}\" is not attached", header.name))),
-        }
-    }
 }
 
 /// A disk that has become owned.
@@ -237,16 +243,18 @@ struct Owned {
     header: DiskHeader,
 }
 
-/// Opens a session and makes it the owner of a disk. Fences all earlier owners. With `before`, does so only
-/// if this is the owner on record.
+/// Opens a session and makes it the owner of a disk. Fences all earlier owners. With `among`, does so only
+/// if one of these is the owner on record. Adds the new owner to `tried`, because it may be on record even
+/// if the call fails.
 async fn become_owner(
     pool: &str,
     name: &str,
     options: &AttachOptions,
-    before: Option<&OwnerName>,
+    among: Option<&[OwnerName]>,
+    tried: &mut Vec<OwnerName>,
 ) -> Result<Owned> {
     let client = (options.open_session)().await?;
-    let owned = own(&client, pool, name, options, before).await;
+    let owned = own(&client, pool, name, options, among, tried).await;
     match owned {
         Ok((owner, disks, header)) => Ok(Owned { client, owner, disks, header }),
         Err(e) => {
@@ -261,65 +269,41 @@ async fn own(
     pool: &str,
     name: &str,
     options: &AttachOptions,
-    before: Option<&OwnerName>,
+    among: Option<&[OwnerName]>,
+    tried: &mut Vec<OwnerName>,
 ) -> Result<(OwnerName, Disks, DiskHeader)> {
     client.require(&[client::engine::Capability::Fence])?;
     let disks = Disks::open(client, pool, options.clock.clone())?;
     let own = client.owner()?;
-    for _ in 0..ATTEMPTS {
-        let (mut header, version) = disks.load(name).await?;
+    tried.push(own.clone());
+    let take = |header: &mut DiskHeader| {
         if let Some(owner) = &header.owner {
-            let is_ours = match before {
-                Some(before) => owner.name == *before.as_bytes(),
+            let is_ours = match among {
+                Some(among) => among.iter().any(|one| owner.name == *one.as_bytes()),
                 None => owner.gateway == options.gateway || options.takes_over,
             };
             if !is_ours {
                 return Err(Error::Attached { disk: name.to_owned(), owner: owner.gateway.clone() });
             }
-        } else if before.is_some() {
+        } else if among.is_some() {
             return Err(Error::InUse(format!("the disk \"{name}\" was detached")));
         }
-        let earlier = header.owner.take().map(|owner| owner.name);
-        // Until all of them are fenced, they stay on record: this owner may end before it has fenced them.
-        header.unfenced.extend(earlier);
+        header.unfenced.extend(header.owner.take().map(|owner| owner.name));
+        if header.trim_from.is_some() {
+            // The worker may be removing data after the end of the disk.
+            header.unfenced.extend(header.worker.take().map(|worker| worker.name));
+        }
         header.epoch += 1;
-        let since_ms = options.clock.now_ms();
-        header.owner =
-            Some(DiskOwner { name: own.as_bytes().clone(), gateway: options.gateway.clone(), since_ms });
-        let version = match disks.store(&header, version).await {
-            Err(Error::Conflict(_)) => continue,
-            stored => stored?,
-        };
-        for earlier in &header.unfenced {
-            fence(client, &OwnerName::from_bytes(earlier.clone())?).await?;
-        }
-        if !header.unfenced.is_empty() {
-            header.unfenced.clear();
-            match disks.store(&header, version).await {
-                // The record is clean after the next attachment.
-                Err(Error::Conflict(_)) => {}
-                stored => drop(stored?),
-            }
-        }
+        let (name, gateway) = (own.as_bytes().clone(), options.gateway.clone());
+        header.owner = Some(DiskOwner { name, gateway, since_ms: options.clock.now_ms() });
+        Ok(())
+    };
+    let mut header = take_role(client, &disks, name, take).await?;
+    if header.trim_from.is_some() {
         disks.trim(&header).await?;
-        return Ok((own, disks, header));
+        header.trim_from = None;
     }
-    Err(Error::Conflict(name.to_owned()))
-}
-
-/// Fences an earlier owner. A session that the node does not know has ended with the node's state.
-async fn fence(client: &Client, earlier: &OwnerName) -> Result<()> {
-    let mut pause = PAUSE;
-    loop {
-        match client.fence(earlier).await {
-            Ok(()) => return Ok(()),
-            Err(client::Error::TimedOut(e)) => tracing::warn!(%e, "an earlier owner is not fenced yet"),
-            Err(e) if e.is_transient() => tracing::warn!(%e, "an earlier owner is not fenced yet"),
-            Err(e) => return Err(e.into()),
-        }
-        sleep(pause).await;
-        pause = (pause * 2).min(PAUSE_MAX);
-    }
+    Ok((own, disks, header))
 }
 
 impl AttachedState {
@@ -348,62 +332,113 @@ impl AttachedState {
         ChunkPiece::cut(offset, len, *self.size.borrow(), self.identity.chunk)
     }
 
-    fn object(&self, name: &str) -> disk::Result<ObjectName> {
-        let failed = |e: client::Error| DiskError::Failed(e.to_string());
-        let view = self.view();
-        Ok(view.disks.pool.object(name).map_err(failed)?.name().clone())
+    /// Loads the record of the disk, which must still have this owner.
+    async fn load_own(&self, disks: &Disks) -> Result<(DiskHeader, u64)> {
+        let own = self.view().owner.clone();
+        let (header, version) = disks.load(&self.name).await?;
+        match &header.owner {
+            Some(owner) if owner.name == *own.as_bytes() => Ok((header, version)),
+            Some(owner) => Err(Error::Attached { disk: header.name.clone(), owner: owner.gateway.clone() }),
+            None => Err(Error::InUse(format!("the disk \"{}\" is not attached", header.name))),
+        }
+    }
+
+    /// Changes the record of the disk. Returns when the outcome is certain; `change` must have no effect on a
+    /// record that it has changed already.
+    async fn change_record(&self, change: impl Fn(&mut DiskHeader) -> Result<()>) -> Result<DiskHeader> {
+        let mut is_unsure = false;
+        let mut pause = PAUSE;
+        loop {
+            let (disks, epoch) = {
+                let view = self.view();
+                (view.disks.clone(), view.epoch)
+            };
+            let changed = async {
+                let (mut header, version) = self.load_own(&disks).await?;
+                change(&mut header)?;
+                disks.store(&header, version).await?;
+                Ok(header)
+            };
+            match changed.await {
+                Err(Error::Conflict(_)) => continue,
+                Err(Error::Client(e)) if is_over(&e) => {
+                    is_unsure = true;
+                    if !self.recover(epoch, &e).await {
+                        return Err(e.into());
+                    }
+                }
+                Err(Error::Client(e)) if is_unavailable(&e) && self.check_attached().is_ok() => {
+                    is_unsure = true;
+                    sleep(pause).await;
+                    pause = (pause * 2).min(PAUSE_MAX);
+                }
+                Err(e) if is_unsure => {
+                    // Requests must not continue with layers that may be outdated.
+                    self.finish(DiskError::Detached(format!("its record is uncertain: {e}")));
+                    return Err(e);
+                }
+                done => return done,
+            }
+        }
+    }
+
+    /// Takes over the layers and the size from the record of the disk.
+    fn adopt(&self, header: &DiskHeader) {
+        self.view_mut().adopt(header);
+        self.size.send_if_modified(|size| std::mem::replace(size, header.size) != header.size);
     }
 
     /// Repeats a request until it has succeeded or failed for good. While the node is unavailable, it waits.
     async fn until_done<T, F: Future<Output = client::Result<T>>>(
         &self,
-        attempt: impl Fn(Client) -> F,
+        attempt: impl Fn(&View) -> client::Result<F>,
     ) -> disk::Result<T, client::Error> {
         let mut pause = PAUSE;
         loop {
-            let (client, epoch) = {
+            let (attempt, epoch) = {
                 let view = self.view();
-                (view.client.clone(), view.epoch)
+                (attempt(&view)?, view.epoch)
             };
-            let e = match attempt(client).await {
-                Ok(done) => return Ok(done),
-                Err(e @ (client::Error::Fenced(_) | client::Error::Closed)) => {
+            match attempt.await {
+                Err(e) if is_over(&e) => {
                     if !self.recover(epoch, &e).await {
                         return Err(e);
                     }
-                    continue;
                 }
-                // To repeat a change of an exclusive owner does no harm: until it has ended, the guest
-                // cannot rely on the order of other changes of the same blocks.
-                Err(e @ (client::Error::TimedOut(_) | client::Error::OutcomeUnknown(_))) => e,
-                Err(e) if e.is_transient() => e,
-                Err(e) => return Err(e),
-            };
-            tracing::debug!(disk = self.name, error = %e, "a request waits for the node");
-            sleep(pause).await;
-            pause = (pause * 2).min(PAUSE_MAX);
+                Err(e) if is_unavailable(&e) => {
+                    if self.check_attached().is_err() {
+                        return Err(client::Error::Closed);
+                    }
+                    tracing::debug!(disk = self.name, error = %e, "a request waits for the node");
+                    sleep(pause).await;
+                    pause = (pause * 2).min(PAUSE_MAX);
+                }
+                done => return done,
+            }
         }
     }
 
     /// Opens another session for the disk, after that of the attachment `epoch` was refused. Returns false
     /// if the disk is not attached any more.
     async fn recover(&self, epoch: u64, e: &client::Error) -> bool {
-        let _one_at_a_time = self.recovering.lock().await;
+        let mut tried = self.recovering.lock().await;
         let mut pause = PAUSE;
         while self.check_attached().is_ok() {
-            let before = {
-                let view = self.view();
-                if view.epoch != epoch {
-                    return true;
-                }
-                view.owner.clone()
-            };
+            if self.view().epoch != epoch {
+                return true;
+            }
             tracing::warn!(disk = self.name, error = %e, "the session of a disk has ended; opening another one");
-            match become_owner(&self.pool, &self.name, &self.options, Some(&before)).await {
+            let among = tried.clone();
+            match become_owner(&self.pool, &self.name, &self.options, Some(&among), &mut tried).await {
                 Ok(Owned { client, owner, disks, header }) => {
-                    let mut view = self.view_mut();
-                    view.epoch = header.epoch;
-                    (view.client, view.owner, view.disks) = (client, owner, disks);
+                    *tried = vec![owner.clone()];
+                    {
+                        let mut view = self.view_mut();
+                        view.epoch = header.epoch;
+                        (view.client, view.owner, view.disks) = (client, owner, disks);
+                    }
+                    // They differ only if a change of the record is in progress, with a closed gate.
+                    self.adopt(&header);
                     return true;
                 }
                 Err(e @ (Error::Attached { .. } | Error::InUse(_) | Error::NoSuchDisk(_))) => {
@@ -424,31 +459,24 @@ impl AttachedState {
         memory: Option<&Arc<dyn Memory>>,
     ) -> disk::Result<Vec<Bytes>> {
         let ChunkPiece { index, within, at, len } = piece;
-        let (state, top, older) = {
-            let view = self.view();
-            let state = view.states.get(index);
-            let needs_older = state != ChunkState::Top && state != ChunkState::Nowhere;
-            let older = if needs_older { view.stack.older(index) } else { Vec::new() };
-            (state, view.stack.top(index), older)
-        };
-        if state == ChunkState::Nowhere {
+        if self.view().states.get(index) == ChunkState::Nowhere {
             return zeros(memory, at, len);
         }
-        let name = self.object(&top)?;
         let sink = memory
             .map(|memory| Arc::new(PieceSink { memory: Arc::clone(memory), at, failed: Mutex::default() }));
-        let request = ReadRequest {
-            name,
-            part: None,
-            offset: within,
-            len,
-            if_version: None,
-            sink: sink.clone().map_or(Sink::Bytes, |sink| Sink::Memory(sink)),
-            fallbacks: older,
-        };
-        let read = |client: Client| {
-            let request = request.clone();
-            async move { client.read(request).await }
+        let read = |view: &View| {
+            let needs_older = view.states.get(index) != ChunkState::Top;
+            let request = ReadRequest {
+                name: view.object(&view.stack.top(index))?,
+                part: None,
+                offset: within,
+                len,
+                if_version: None,
+                sink: sink.clone().map_or(Sink::Bytes, |sink| Sink::Memory(sink)),
+                fallbacks: if needs_older { view.stack.older(index) } else { Vec::new() },
+            };
+            let client = view.client.clone();
+            Ok(async move { client.read(request).await })
         };
         let read = self.until_done(read).await;
         let found = match read {
@@ -464,7 +492,7 @@ impl AttachedState {
                 return Ok(chunks);
             }
             Ok(ReadReply::Striped { .. }) => {
-                return Err(DiskError::Damaged(format!("the object {top} is striped")));
+                return Err(DiskError::Damaged(format!("the object of chunk {index} is striped")));
             }
             Err(e) => e,
         };
@@ -483,14 +511,12 @@ impl AttachedState {
         ops: impl Fn(&View) -> Vec<Mutation>,
         payload: Option<Source>,
     ) -> disk::Result<(), client::Error> {
-        let (name, ops) = {
-            let view = self.view();
-            (view.disks.pool.object(&view.stack.top(index))?.name().clone(), ops(&view))
-        };
-        let request = ChangeRequest { name, part: None, conditions, ops, payload };
-        let mutate = |client: Client| {
-            let request = request.clone();
-            async move { client.mutate(request).await }
+        let mutate = |view: &View| {
+            let name = view.object(&view.stack.top(index))?;
+            let (conditions, payload) = (conditions.clone(), payload.clone());
+            let request = ChangeRequest { name, part: None, conditions, ops: ops(view), payload };
+            let client = view.client.clone();
+            Ok(async move { client.mutate(request).await })
         };
         self.until_done(mutate).await.map(drop)
     }
@@ -619,6 +645,16 @@ fn cut(data: &[Bytes], mut at: u64, mut len: u64) -> Source {
 }
 
 impl AttachedDisk {
+    /// Returns a future that goes on in a task of its own if it is dropped. Otherwise a dropped change could
+    /// take effect after the gate has closed, or after later changes of another front end, and the states
+    /// of chunks would miss it.
+    fn enduring(
+        &self,
+        change: impl Future<Output = disk::Result<()>> + Send + 'static,
+    ) -> BoxFuture<'static, disk::Result<()>> {
+        Box::pin(Enduring::new(Box::pin(change), &self.0.orphans))
+    }
+
     async fn do_read(
         self,
         offset: u64,
@@ -714,12 +750,9 @@ impl AttachedState {
     /// Returns the ranges with data of one object of a chunk; `None` if there is no object.
     async fn ranges_in(&self, name: &Bytes, piece: ChunkPiece) -> disk::Result<Option<Vec<Range<u64>>>> {
         let name = std::str::from_utf8(name).expect("names of chunks are ASCII");
-        let ask = |client: Client| {
-            let (pool, name) = (self.pool.clone(), name.to_owned());
-            async move {
-                let pool = client.pool(&pool)?.namespace(crate::NAMESPACE)?;
-                pool.object(&name)?.extents(piece.within, piece.len).await
-            }
+        let ask = |view: &View| {
+            let object = view.disks.pool.object(name)?;
+            Ok(async move { object.extents(piece.within, piece.len).await })
         };
         match self.until_done(ask).await {
             Ok(found) => Ok(Some(found)),
@@ -748,12 +781,12 @@ impl Disk for AttachedDisk {
     }
 
     fn write(&self, offset: u64, data: Vec<Bytes>) -> BoxFuture<'static, disk::Result<()>> {
-        Box::pin(self.clone().do_write(offset, data))
+        self.enduring(self.clone().do_write(offset, data))
     }
 
     fn write_from(&self, offset: u64, memory: Arc<dyn Memory>) -> BoxFuture<'static, disk::Result<()>> {
         let disk = self.clone();
-        Box::pin(async move {
+        self.enduring(async move {
             check_range(offset, memory.len(), *disk.0.size.borrow())?;
             let mut data = vec![0; memory.len() as usize];
             memory.copy_out(0, &mut data)?;
@@ -762,14 +795,18 @@ impl Disk for AttachedDisk {
     }
 
     fn discard(&self, offset: u64, len: u64) -> BoxFuture<'static, disk::Result<()>> {
-        Box::pin(self.clone().do_clear(offset, len))
+        self.enduring(self.clone().do_clear(offset, len))
     }
 
     fn write_zeroes(&self, offset: u64, len: u64, _: bool) -> BoxFuture<'static, disk::Result<()>> {
-        Box::pin(self.clone().do_clear(offset, len))
+        self.enduring(self.clone().do_clear(offset, len))
     }
 
     fn extents(&self, offset: u64, len: u64) -> BoxFuture<'static, disk::Result<Vec<DiskExtent>>> {
         Box::pin(self.clone().do_extents(offset, len))
+    }
+
+    fn quiesce(&self) -> BoxFuture<'static, ()> {
+        Box::pin(self.0.orphans.none())
     }
 }

@@ -3,7 +3,7 @@
 //! Its omap has these entries. Integers are in hexadecimal in keys, and in postcard format in values.
 //!
 //! ```text
-//! n/NAME            number of the disk
+//! n/NAME            number of the disk, and whether its creation is complete
 //! r/DISK            the disk is being removed
 //! c/LAYER/DISK      the disk is a clone that uses the layer, and all older layers, of another disk
 //! next              next free number for a disk or layer
@@ -12,6 +12,7 @@
 use bytes::Bytes;
 use client::{Compound, Object, Pool};
 use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
 use wire::limits::MAX_PAGE;
 
 use crate::names::{DIRECTORY, name_key};
@@ -23,8 +24,18 @@ const NEXT: Bytes = Bytes::from_static(b"next");
 #[derive(Debug, Clone)]
 pub(crate) struct DiskDirectory(Object);
 
-fn encode(number: u64) -> Bytes {
-    postcard::to_stdvec(&number).expect("plain data can be encoded").into()
+/// The entry of a name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct NamedDisk {
+    /// Number of the disk, which is followed by the number of its first layer.
+    pub(crate) id: u64,
+    /// Whether the creation of the disk is complete. Until then, the disk is visible if it has a record,
+    /// and another creation may take the name if it has none.
+    pub(crate) is_complete: bool,
+}
+
+fn encode<T: Serialize>(value: T) -> Bytes {
+    postcard::to_stdvec(&value).expect("plain data can be encoded").into()
 }
 
 fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T> {
@@ -83,15 +94,20 @@ impl DiskDirectory {
         }
     }
 
+    /// Returns the entry of a name.
+    pub(crate) async fn named(&self, name: &str) -> Result<Option<NamedDisk>> {
+        self.entry(name_key(name)).await
+    }
+
     /// Returns the number of a disk.
     pub(crate) async fn lookup(&self, name: &str) -> Result<Option<u64>> {
-        self.entry(name_key(name)).await
+        Ok(self.named(name).await?.map(|named| named.id))
     }
 
     /// Returns the names and numbers of all disks.
     pub(crate) async fn list(&self) -> Result<Vec<(String, u64)>> {
         let entries = self.entries("n/").await?;
-        entries.into_iter().map(|(name, value)| Ok((name, decode(&value)?))).collect()
+        entries.into_iter().map(|(name, value)| Ok((name, decode::<NamedDisk>(&value)?.id))).collect()
     }
 
     /// Takes `count` numbers, and makes other changes of the directory in the same step. Returns the first
@@ -125,23 +141,49 @@ impl DiskDirectory {
         Ok(first.expect("there are no other conditions"))
     }
 
-    /// Gives a name to a new disk. Returns its number, which is followed by the number of its first layer;
-    /// `None` if the name is taken.
-    pub(crate) async fn add(&self, name: &str) -> Result<Option<u64>> {
+    /// Gives a name to a new disk, whose creation is not complete. The name must be free, or have the entry
+    /// `before`. Returns the new entry; `None` if the name has another entry.
+    pub(crate) async fn add(&self, name: &str, before: Option<NamedDisk>) -> Result<Option<NamedDisk>> {
         let key = name_key(name);
+        let new = |id| NamedDisk { id, is_complete: false };
         let with = |compound: Compound, first: u64| {
-            compound.if_omap(key.clone(), None).omap_set(vec![(key.clone(), encode(first))])
+            let compound = compound.if_omap(key.clone(), before.map(encode));
+            compound.omap_set(vec![(key.clone(), encode(new(first)))])
         };
-        self.take(2, with, async || Ok(self.lookup(name).await?.is_none())).await
+        Ok(self.take(2, with, async || Ok(self.named(name).await? == before)).await?.map(new))
+    }
+
+    /// Records that the creation of a disk is complete. Returns false if another creation has taken the name.
+    pub(crate) async fn complete(&self, name: &str, named: NamedDisk) -> Result<bool> {
+        let complete = NamedDisk { is_complete: true, ..named };
+        let compound = self.0.compound().if_omap(name_key(name), Some(encode(named)));
+        match compound.omap_set(vec![(name_key(name), encode(complete))]).commit().await {
+            // The name has another entry.
+            Err(e) if is_conflict(&e) => Ok(self.named(name).await? == Some(complete)),
+            done => Ok(done.map(|_| true)?),
+        }
+    }
+
+    /// Frees the name of a disk whose creation has failed, unless another creation has taken it.
+    pub(crate) async fn give_up(&self, name: &str, named: NamedDisk) -> Result<()> {
+        let compound = self.0.compound().if_omap(name_key(name), Some(encode(named)));
+        match compound.omap_remove(vec![name_key(name)]).commit().await {
+            Err(e) if is_conflict(&e) => Ok(()),
+            done => Ok(done.map(drop)?),
+        }
     }
 
     /// Frees the name of a disk, and records that the disk is being removed.
     pub(crate) async fn begin_removal(&self, name: &str, disk: u64) -> Result<()> {
-        let compound = self.0.compound().if_omap(name_key(name), Some(encode(disk)));
-        let compound = compound.omap_remove(vec![name_key(name)]);
-        match compound.omap_set(vec![(removal_key(disk), Bytes::new())]).commit().await {
-            Err(e) if is_conflict(&e) => Err(Error::NoSuchDisk(name.to_owned())),
-            done => Ok(done.map(drop)?),
+        loop {
+            let named = self.named(name).await?.filter(|named| named.id == disk);
+            let named = named.ok_or_else(|| Error::NoSuchDisk(name.to_owned()))?;
+            let compound = self.0.compound().if_omap(name_key(name), Some(encode(named)));
+            let compound = compound.omap_remove(vec![name_key(name)]);
+            match compound.omap_set(vec![(removal_key(disk), Bytes::new())]).commit().await {
+                Err(e) if is_conflict(&e) => {}
+                done => return Ok(done.map(drop)?),
+            }
         }
     }
 

@@ -6,17 +6,18 @@ use futures::stream::{self, Stream, StreamExt, TryStreamExt};
 use uuid::Uuid;
 use wire::ObjectName;
 
-use crate::directory::{DiskDirectory, is_conflict};
-use crate::header::{DiskHeader, DiskLayer, DiskSnapshot, Parent};
+use crate::directory::{DiskDirectory, NamedDisk, is_conflict};
+use crate::header::{DiskHeader, DiskLayer, Parent};
 use crate::names::{
     self, CHUNK_DEFAULT, CHUNK_MAX, CHUNK_MIN, NAMESPACE, SIZE_MAX, SnapshotName, check_name,
 };
+use crate::owners::{ATTEMPTS, fence_all};
 use crate::{Error, Result};
 
 /// Number of objects that are queried at a time.
 const PARALLEL: usize = 32;
-/// Number of attempts to change the record of a disk that others change, too.
-const ATTEMPTS: usize = 16;
+/// Content of a record that only prevents that a disk with this number is created.
+const BLOCKED: &[u8] = &[0];
 
 /// Properties of a new disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -59,6 +60,7 @@ pub struct DiskUsage {
 /// The disks of a pool.
 #[derive(Debug, Clone)]
 pub struct Disks {
+    pub(crate) client: Client,
     pub(crate) pool: Pool,
     pub(crate) directory: DiskDirectory,
     pub(crate) clock: WallClock,
@@ -74,7 +76,7 @@ impl Disks {
         use client::engine::Capability;
         client.require(&[Capability::SameGroup, Capability::Inherit])?;
         let pool = client.pool(pool)?.namespace(NAMESPACE)?;
-        Ok(Disks { directory: DiskDirectory::new(&pool)?, pool, clock })
+        Ok(Disks { client: client.clone(), directory: DiskDirectory::new(&pool)?, pool, clock })
     }
 
     /// Creates a disk that reads as zeros.
@@ -84,24 +86,47 @@ impl Disks {
     pub async fn create(&self, name: &str, options: CreateOptions) -> Result<DiskHeader> {
         check_name("disk", name)?;
         options.check()?;
-        let id = self.take_name(name).await?;
-        let header = self.new_header(id, name, options);
-        self.make_header(&header).await?;
+        let named = self.take_name(name).await?;
+        let header = self.new_header(named.id, name, options);
+        self.complete(&header, named).await?;
         Ok(header)
     }
 
-    /// Gives a name to a new disk. A disk with this name that was not completely created counts as new.
-    async fn take_name(&self, name: &str) -> Result<u64> {
-        if let Some(id) = self.directory.add(name).await? {
-            return Ok(id);
+    /// Gives a name to a new disk. The name of a disk that was not completely created counts as free.
+    async fn take_name(&self, name: &str) -> Result<NamedDisk> {
+        let before = self.directory.named(name).await?;
+        let exists = || Error::Exists(format!("the disk \"{name}\""));
+        if let Some(named) = before
+            && (named.is_complete || self.load_id(named.id).await?.is_some())
+        {
+            return Err(exists());
         }
-        let id = self.directory.lookup(name).await?.ok_or_else(|| Error::Conflict(name.to_owned()))?;
-        match self.header_object(id)?.stat().await {
-            Err(e) if e.is_not_found() => Ok(id),
-            found => {
-                found?;
-                Err(Error::Exists(format!("the disk \"{name}\"")))
-            }
+        // A number is never used twice, because its first creation may still be in progress.
+        self.directory.add(name, before).await?.ok_or_else(exists)
+    }
+
+    /// Stores the record of a new disk, which exists then.
+    async fn complete(&self, header: &DiskHeader, named: NamedDisk) -> Result<()> {
+        let object = self.header_object(header.id)?;
+        match object.compound().create().write_full(header.encode()).commit().await {
+            // The record is blocked.
+            Err(e) if is_conflict(&e) => return Err(Error::Conflict(header.name.clone())),
+            made => drop(made?),
+        }
+        if self.directory.complete(&header.name, named).await? {
+            return Ok(());
+        }
+        // Nobody can have used the disk, because its name belongs to another one.
+        object.remove().await?;
+        Err(Error::Exists(format!("the disk \"{}\"", header.name)))
+    }
+
+    /// Prevents that a disk with this number is created. Returns false if it exists.
+    async fn block(&self, id: u64) -> Result<bool> {
+        let blocked = self.header_object(id)?.compound().create().write_full(BLOCKED).commit().await;
+        match blocked {
+            Err(e) if is_conflict(&e) => Ok(self.load_id(id).await?.is_none()),
+            blocked => Ok(blocked.map(|_| true)?),
         }
     }
 
@@ -119,21 +144,23 @@ impl Disks {
             epoch: 0,
             owner: None,
             unfenced: Vec::new(),
+            worker: None,
             nguid: *uuid.as_bytes(),
             // Serial numbers of virtio-blk and NVMe have at most 20 characters.
             serial: uuid.simple().to_string()[..20].to_owned(),
             created_ms: self.clock.now_ms(),
             is_flattening: false,
             is_removing: false,
+            is_released: false,
             trim_from: None,
         }
     }
 
-    async fn make_header(&self, header: &DiskHeader) -> Result<()> {
-        let object = self.header_object(header.id)?;
-        match object.compound().create().write_full(header.encode()).commit().await {
-            Err(e) if is_conflict(&e) => Err(Error::Exists(format!("the disk \"{}\"", header.name))),
-            made => Ok(made.map(drop)?),
+    /// Removes the record of a disk, if there is one.
+    pub(crate) async fn remove_header(&self, id: u64) -> Result<()> {
+        match self.header_object(id)?.remove().await {
+            Err(e) if e.is_not_found() => Ok(()),
+            removed => Ok(removed.map(drop)?),
         }
     }
 
@@ -167,6 +194,9 @@ impl Disks {
             };
             match read.await {
                 Ok((bytes, before, after)) if before == after => {
+                    if bytes == BLOCKED {
+                        return Ok(None);
+                    }
                     return Ok(Some((DiskHeader::decode(&bytes, &names::header(id))?, before)));
                 }
                 Ok(_) => {}
@@ -205,6 +235,29 @@ impl Disks {
         Err(Error::Conflict(name.to_owned()))
     }
 
+    /// Changes the record of a disk that is not attached, after its last owner is fenced.
+    async fn change_detached(
+        &self,
+        name: &str,
+        change: impl Fn(&mut DiskHeader) -> Result<()>,
+    ) -> Result<DiskHeader> {
+        for _ in 0..ATTEMPTS {
+            let (mut header, version) = self.load(name).await?;
+            if let Some(owner) = &header.owner {
+                let (disk, owner) = (name.to_owned(), owner.gateway.clone());
+                return Err(Error::Attached { disk, owner });
+            }
+            change(&mut header)?;
+            fence_all(&self.client, &header.unfenced).await?;
+            header.unfenced.clear();
+            match self.store(&header, version).await {
+                Err(Error::Conflict(_)) => {}
+                stored => return stored.map(|_| header),
+            }
+        }
+        Err(Error::Conflict(name.to_owned()))
+    }
+
     /// Returns the records of all disks, ordered by name.
     ///
     /// # Errors
@@ -228,11 +281,8 @@ impl Disks {
     pub async fn snapshot(&self, SnapshotName { disk, snapshot }: &SnapshotName) -> Result<()> {
         let layer = self.directory.allocate(1).await?;
         let now_ms = self.clock.now_ms();
-        let add = |header: &mut DiskHeader| {
-            check_detached(header)?;
-            header.add_snapshot(snapshot, layer, now_ms)
-        };
-        self.change(disk, add).await.map(drop)
+        let add = |header: &mut DiskHeader| header.add_snapshot(snapshot, layer, now_ms);
+        self.change_detached(disk, add).await.map(drop)
     }
 
     /// Begins to remove a snapshot, which is no longer visible then. [`upkeep`](Self::upkeep) does the rest.
@@ -241,38 +291,60 @@ impl Disks {
     /// [`Error::NoSuchSnapshot`], and [`Error::InUse`] if it has clones.
     pub async fn remove_snapshot(&self, SnapshotName { disk, snapshot }: &SnapshotName) -> Result<()> {
         let layer = self.stat(disk).await?.snapshot(snapshot)?.layer;
-        let mark = |one: &mut DiskSnapshot| one.is_removing = true;
-        self.change_snapshot(disk, layer, mark).await?;
-        self.decide_on_snapshot(disk, snapshot, layer).await
-    }
-
-    async fn change_snapshot(
-        &self,
-        disk: &str,
-        layer: u64,
-        change: impl Fn(&mut DiskSnapshot),
-    ) -> Result<()> {
-        let changed = self.change(disk, |header| {
-            header.snapshots.iter_mut().filter(|one| one.layer == layer).for_each(&change);
+        let mark = |header: &mut DiskHeader| {
+            let marked = header.snapshots.iter_mut().filter(|one| one.layer == layer);
+            marked.for_each(|one| one.is_removing = true);
             Ok(())
-        });
-        changed.await.map(drop)
+        };
+        self.change(disk, mark).await?;
+        self.decide_on_snapshot(disk, layer).await
     }
 
     /// Decides whether a snapshot that is marked as being removed can be removed: a clone that is being made
-    /// sees the mark, or is seen here. Only then its chunks may be moved. The decision may be repeated.
-    pub(crate) async fn decide_on_snapshot(&self, disk: &str, snapshot: &str, layer: u64) -> Result<()> {
-        let clones = self.directory.clones(layer).await?;
-        let is_used = !clones.is_empty();
-        let decide = |one: &mut DiskSnapshot| match is_used {
-            true => one.is_removing = one.is_released,
-            false => one.is_released = one.is_removing,
-        };
-        self.change_snapshot(disk, layer, decide).await?;
-        match is_used {
-            true => Err(in_use(&format!("the snapshot \"{disk}@{snapshot}\""), &clones)),
-            false => Ok(()),
+    /// sees the mark, or is seen here. Only then its chunks may be moved. The decision may be repeated. It
+    /// counts only if the record has not changed meanwhile, because another process may have decided
+    /// otherwise.
+    pub(crate) async fn decide_on_snapshot(&self, disk: &str, layer: u64) -> Result<()> {
+        for _ in 0..ATTEMPTS {
+            let (mut header, version) = self.load(disk).await?;
+            let Some(one) = header.snapshots.iter_mut().find(|one| one.layer == layer) else {
+                return Ok(());
+            };
+            if !one.is_removing || one.is_released {
+                return Ok(());
+            }
+            let clones = self.clones(layer).await?;
+            (one.is_removing, one.is_released) = (clones.is_empty(), clones.is_empty());
+            let what = format!("the snapshot \"{disk}@{}\"", one.name);
+            match self.store(&header, version).await {
+                Err(Error::Conflict(_)) => {}
+                stored => {
+                    stored?;
+                    return if clones.is_empty() { Ok(()) } else { Err(in_use(&what, &clones)) };
+                }
+            }
         }
+        Err(Error::Conflict(disk.to_owned()))
+    }
+
+    /// Returns the clones that use a layer. Ends the creation of those that have no record yet. Removes the
+    /// entries of those that were made independent.
+    async fn clones(&self, layer: u64) -> Result<Vec<(u64, String)>> {
+        let mut clones = Vec::new();
+        for (id, name) in self.directory.clones(layer).await? {
+            if self.load_id(id).await?.is_none() && !self.block(id).await? {
+                // It was created meanwhile.
+                clones.push((id, name));
+                continue;
+            }
+            match self.load_id(id).await? {
+                Some((header, _)) if header.parent.as_ref().is_some_and(|parent| parent.layer == layer) => {
+                    clones.push((id, name));
+                }
+                _ => self.directory.remove_clone(layer, id).await?,
+            }
+        }
+        Ok(clones)
     }
 
     /// Creates a disk that begins with the content of a snapshot.
@@ -283,30 +355,42 @@ impl Disks {
         check_name("disk", name)?;
         let source = self.stat(&of.disk).await?;
         let layer = source.snapshot(&of.snapshot)?.layer;
-        let id = self.take_name(name).await?;
-        self.directory.add_clone(layer, id, name).await?;
+        let named = self.take_name(name).await?;
         let made = async {
+            self.directory.add_clone(layer, named.id, name).await?;
             // The snapshot may have been removed before the entry of the clone was visible.
-            let source = self.stat(&of.disk).await?;
-            let snapshot = source.snapshot(&of.snapshot)?;
-            let options = CreateOptions { size: snapshot.size, chunk: source.chunk };
-            let mut header = self.new_header(id, name, options);
-            header.root = source.root;
-            header.layers[0].visible_below = header.chunks();
-            let older = source.layers.iter().skip_while(|one| one.id != snapshot.layer);
-            header.layers.extend(older.map(|one| DiskLayer { is_own: false, ..*one }));
-            header.parent =
-                Some(Parent { disk: source.id, name: format!("{}@{}", of.disk, of.snapshot), layer });
-            self.make_header(&header).await?;
+            let header = self.clone_header(of, layer, named.id, name).await?;
+            self.complete(&header, named).await?;
             Ok(header)
         };
         let made = made.await;
-        if made.is_err() {
-            let dropped = self.directory.remove_clone(layer, id).await;
-            dropped.and(self.directory.begin_removal(name, id).await)?;
-            self.directory.end_removal(id).await?;
+        if let Err(e) = &made {
+            let is_certain = !matches!(e, Error::Client(e) if e.may_have_taken_effect());
+            if is_certain && self.load_id(named.id).await?.is_none() {
+                self.directory.remove_clone(layer, named.id).await?;
+                self.directory.give_up(name, named).await?;
+                self.remove_header(named.id).await?;
+            }
         }
         made
+    }
+
+    /// Returns the record of a new clone.
+    async fn clone_header(&self, of: &SnapshotName, layer: u64, id: u64, name: &str) -> Result<DiskHeader> {
+        let source = self.stat(&of.disk).await?;
+        let snapshot = source.snapshot(&of.snapshot)?;
+        if snapshot.layer != layer {
+            return Err(Error::NoSuchSnapshot { disk: of.disk.clone(), snapshot: of.snapshot.clone() });
+        }
+        let options = CreateOptions { size: snapshot.size, chunk: source.chunk };
+        let mut header = self.new_header(id, name, options);
+        header.root = source.root;
+        header.layers[0].visible_below = header.chunks();
+        let older = source.layers.iter().skip_while(|one| one.id != layer);
+        header.layers.extend(older.map(|one| DiskLayer { is_own: false, ..*one }));
+        header.check_depth()?;
+        header.parent = Some(Parent { disk: source.id, name: format!("{}@{}", of.disk, of.snapshot), layer });
+        Ok(header)
     }
 
     /// Begins to make a clone independent of the disk of which it is a clone. [`upkeep`](Self::upkeep) does
@@ -331,52 +415,74 @@ impl Disks {
     /// [`Error::Attached`]; [`Error::InUse`] if it has snapshots and `with_snapshots` is not set, or if there
     /// are clones of it.
     pub async fn remove(&self, name: &str, with_snapshots: bool) -> Result<()> {
-        let set = |is_removing: bool| {
-            move |header: &mut DiskHeader| {
-                check_detached(header)?;
-                if header.snapshots.iter().any(|snapshot| !snapshot.is_removing) && !with_snapshots {
-                    let why =
-                        format!("the disk \"{name}\" has snapshots; remove them, too, with --snapshots");
-                    return Err(Error::InUse(why));
-                }
-                header.is_removing = is_removing;
-                Ok(())
+        let mark = |header: &mut DiskHeader| {
+            if header.snapshots.iter().any(|snapshot| !snapshot.is_removing) && !with_snapshots {
+                let why = format!("the disk \"{name}\" has snapshots; remove them, too, with --snapshots");
+                return Err(Error::InUse(why));
             }
+            header.is_removing = true;
+            Ok(())
         };
-        let header = self.change(name, set(true)).await?;
-        self.decide_on_disk(name, &header).await
+        let header = self.change_detached(name, mark).await?;
+        self.decide_on_disk(name, header.id).await
     }
 
     /// Decides whether a disk that is marked as being removed can be removed, as
     /// [`decide_on_snapshot`](Self::decide_on_snapshot) does.
-    pub(crate) async fn decide_on_disk(&self, name: &str, header: &DiskHeader) -> Result<()> {
-        let mut clones = Vec::new();
-        for layer in header.layers.iter().filter(|layer| layer.is_own) {
-            clones.extend(self.directory.clones(layer.id).await?);
+    pub(crate) async fn decide_on_disk(&self, name: &str, id: u64) -> Result<()> {
+        for _ in 0..ATTEMPTS {
+            let Some((mut header, version)) = self.load_id(id).await? else { return Ok(()) };
+            if !header.is_removing {
+                return Ok(());
+            }
+            if header.is_released {
+                return self.directory.begin_removal(name, id).await;
+            }
+            let mut clones = Vec::new();
+            for layer in header.layers.iter().filter(|layer| layer.is_own) {
+                clones.extend(self.clones(layer.id).await?);
+            }
+            (header.is_removing, header.is_released) = (clones.is_empty(), clones.is_empty());
+            match self.store(&header, version).await {
+                Err(Error::Conflict(_)) => {}
+                stored => {
+                    stored?;
+                    if !clones.is_empty() {
+                        return Err(in_use(&format!("the disk \"{name}\""), &clones));
+                    }
+                }
+            }
         }
-        if !clones.is_empty() {
-            let (mut header, version) =
-                self.load_id(header.id).await?.ok_or_else(|| Error::Conflict(name.to_owned()))?;
-            header.is_removing = false;
-            self.store(&header, version).await?;
-            return Err(in_use(&format!("the disk \"{name}\""), &clones));
-        }
-        self.directory.begin_removal(name, header.id).await
+        Err(Error::Conflict(name.to_owned()))
     }
 
-    /// Changes the size of a disk that is not attached.
+    /// Changes the size of a disk that is not attached. If it is smaller then, [`upkeep`](Self::upkeep)
+    /// removes the rest of the data.
     ///
     /// # Errors
     /// [`Error::Attached`] if it is attached: then its owner changes the size. [`Error::Argument`] if the
     /// size is invalid, or smaller than now and `shrinks` is not set.
     pub async fn resize(&self, name: &str, size: u64, shrinks: bool) -> Result<()> {
         check_size(size)?;
-        let set = |header: &mut DiskHeader| {
-            check_detached(header)?;
-            set_size(header, size, shrinks)
+        self.change_detached(name, |header| set_size(header, size, shrinks)).await.map(drop)
+    }
+
+    /// Gives up the ownership of a disk whose owner on record is a gateway that does not have it attached.
+    /// Has no effect if the disk has another owner, or does not exist.
+    ///
+    /// # Errors
+    /// Those of the storage.
+    pub async fn release(&self, name: &str, gateway: &str) -> Result<()> {
+        let release = |header: &mut DiskHeader| {
+            if header.owner.as_ref().is_some_and(|owner| owner.gateway == gateway) {
+                header.unfenced.extend(header.owner.take().map(|owner| owner.name));
+            }
+            Ok(())
         };
-        let header = self.change(name, set).await?;
-        self.trim(&header).await
+        match self.change(name, release).await {
+            Err(Error::NoSuchDisk(_)) => Ok(()),
+            released => released.map(drop),
+        }
     }
 
     /// Lists the objects of a layer's chunks.
@@ -413,6 +519,9 @@ impl Disks {
 
 /// Changes the size in the record of a disk.
 pub(crate) fn set_size(header: &mut DiskHeader, size: u64, shrinks: bool) -> Result<()> {
+    if size == header.size {
+        return Ok(());
+    }
     if header.trim_from.is_some() {
         return Err(Error::InUse(format!(
             "old data of the disk \"{}\" is being removed; try again",
@@ -426,6 +535,15 @@ pub(crate) fn set_size(header: &mut DiskHeader, size: u64, shrinks: bool) -> Res
                 header.name, header.size
             );
             return Err(Error::Argument(why));
+        }
+        if header.is_moving() {
+            // A chunk that is moved later must not bring back what the change of the size removes.
+            let why = format!(
+                "chunks of the disk \"{}\" are being moved, because a snapshot is removed or the disk is \
+                 flattened; try again",
+                header.name
+            );
+            return Err(Error::InUse(why));
         }
         let top = &mut header.layers[0];
         top.visible_below = top.visible_below.min(size.div_ceil(header.chunk));
@@ -444,14 +562,71 @@ pub(crate) fn check_size(size: u64) -> Result<()> {
     Ok(())
 }
 
-fn check_detached(header: &DiskHeader) -> Result<()> {
-    match &header.owner {
-        Some(owner) => Err(Error::Attached { disk: header.name.clone(), owner: owner.gateway.clone() }),
-        None => Ok(()),
-    }
-}
-
 fn in_use(what: &str, clones: &[(u64, String)]) -> Error {
     let names: Vec<&str> = clones.iter().map(|(_, name)| name.as_str()).collect();
     Error::InUse(format!("{what} has clones: {}; flatten or remove them first", names.join(", ")))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use client::Options;
+    use client::engine::MemEngine;
+
+    use super::*;
+
+    async fn disks() -> Disks {
+        let client = Client::over(Arc::new(MemEngine::new()), Options::default());
+        client.create_pool("pool").await.unwrap();
+        Disks::open(&client, "pool", WallClock::default()).unwrap()
+    }
+
+    #[tokio::test]
+    async fn of_two_creations_with_the_same_name_one_takes_effect() {
+        let disks = disks().await;
+        let options = CreateOptions::of_size(1 << 20);
+        let first = disks.take_name("vm").await.unwrap();
+        let second = disks.take_name("vm").await.unwrap();
+        assert_ne!(first.id, second.id);
+        disks.complete(&disks.new_header(second.id, "vm", options), second).await.unwrap();
+        let late = disks.complete(&disks.new_header(first.id, "vm", options), first).await;
+        assert!(matches!(late, Err(Error::Exists(_))), "{late:?}");
+        disks.directory.give_up("vm", first).await.unwrap();
+        assert_eq!(disks.stat("vm").await.unwrap().id, second.id);
+        assert!(disks.load_id(first.id).await.unwrap().is_none());
+        assert!(matches!(disks.take_name("vm").await, Err(Error::Exists(_))));
+    }
+
+    #[tokio::test]
+    async fn a_disk_is_not_made_smaller_while_its_chunks_move() {
+        let disks = disks().await;
+        disks.create("vm", CreateOptions::of_size(8 << 20)).await.unwrap();
+        let snapshot = "vm@s".parse().unwrap();
+        disks.snapshot(&snapshot).await.unwrap();
+        disks.remove_snapshot(&snapshot).await.unwrap();
+        let refused = disks.resize("vm", 4 << 20, true).await;
+        assert!(matches!(refused, Err(Error::InUse(_))), "{refused:?}");
+        disks.resize("vm", 16 << 20, false).await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn a_disk_is_released_only_for_its_owner() {
+        let disks = disks().await;
+        disks.create("vm", CreateOptions::of_size(8 << 20)).await.unwrap();
+        let own = |header: &mut DiskHeader| {
+            let (name, gateway) = (b"\0\0\0\0\0\0\0\x09"[..].into(), "gateway".into());
+            header.owner = Some(crate::header::DiskOwner { name, gateway, since_ms: 1 });
+            Ok(())
+        };
+        disks.change("vm", own).await.unwrap();
+        disks.release("vm", "other").await.unwrap();
+        assert!(disks.stat("vm").await.unwrap().owner.is_some());
+        disks.release("vm", "gateway").await.unwrap();
+        let header = disks.stat("vm").await.unwrap();
+        assert!(header.owner.is_none() && header.unfenced.len() == 1);
+        disks.resize("vm", 16 << 20, false).await.unwrap();
+        assert!(disks.stat("vm").await.unwrap().unfenced.is_empty(), "the last owner is fenced first");
+        disks.release("none", "gateway").await.unwrap();
+    }
 }

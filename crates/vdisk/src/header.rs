@@ -7,8 +7,10 @@ use crate::{Error, Result};
 
 /// Format of the record.
 const FORMAT: u8 = 1;
-/// Maximum number of snapshots of a disk, and so of its layers.
+/// Maximum number of snapshots of a disk.
 pub(crate) const SNAPSHOTS_MAX: usize = 512;
+/// Maximum number of layers of a disk, with those of the disks of which it is a clone.
+const LAYERS_MAX: usize = wire::limits::MAX_FALLBACKS;
 
 /// The record of a disk: the content of its header object, one format byte and then the fields in
 /// postcard format.
@@ -35,8 +37,11 @@ pub struct DiskHeader {
     pub epoch: u64,
     /// The owner of the disk; `None` if it is not attached.
     pub owner: Option<DiskOwner>,
-    /// Names of earlier owners that may not have been fenced.
+    /// Names of earlier owners and workers that may not have been fenced.
     pub unfenced: Vec<Bytes>,
+    /// The process that does the upkeep of the disk; `None` if none does. The time is that of its last
+    /// sign of life.
+    pub worker: Option<DiskOwner>,
     /// Namespace globally unique identifier (NVMe base specification, section 4.5).
     pub nguid: [u8; 16],
     /// Serial number.
@@ -47,6 +52,8 @@ pub struct DiskHeader {
     pub is_flattening: bool,
     /// Whether the disk is being removed.
     pub is_removing: bool,
+    /// Whether it is certain that there is no clone of a disk that is being removed.
+    pub is_released: bool,
     /// Offset, in bytes, from which on old data has still to be removed, because the disk was made
     /// smaller.
     pub trim_from: Option<u64>,
@@ -93,14 +100,14 @@ pub struct Parent {
     pub layer: u64,
 }
 
-/// The owner of a disk.
+/// The owner of a disk, or its worker.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DiskOwner {
-    /// Name of the owner's engine, by which its successor fences it.
+    /// Name of its engine, by which its successor fences it.
     pub name: Bytes,
     /// The gateway, for operators.
     pub gateway: String,
-    /// Time of the attachment, in milliseconds since 1970.
+    /// Time, in milliseconds since 1970.
     pub since_ms: u64,
 }
 
@@ -167,6 +174,7 @@ impl DiskHeader {
             let why = format!("the disk \"{}\" has {SNAPSHOTS_MAX} snapshots; remove one first", self.name);
             return Err(Error::InUse(why));
         }
+        self.check_depth()?;
         let snapshot = DiskSnapshot {
             name: name.to_owned(),
             layer: self.layers[0].id,
@@ -178,6 +186,26 @@ impl DiskHeader {
         self.snapshots.push(snapshot);
         self.layers.insert(0, DiskLayer { id: layer, visible_below: u64::MAX, is_own: true });
         Ok(())
+    }
+
+    /// Checks that a layer can be put on top.
+    ///
+    /// # Errors
+    /// [`Error::InUse`] if there are too many layers.
+    pub(crate) fn check_depth(&self) -> Result<()> {
+        if self.layers.len() < LAYERS_MAX {
+            return Ok(());
+        }
+        Err(Error::InUse(format!(
+            "the disk \"{}\" consists of {LAYERS_MAX} layers of snapshots and clones; flatten it, or remove \
+             snapshots first",
+            self.name
+        )))
+    }
+
+    /// Returns whether chunks are being moved or copied between layers.
+    pub(crate) fn is_moving(&self) -> bool {
+        self.is_flattening || self.snapshots.iter().any(|snapshot| snapshot.is_removing)
     }
 
     /// Returns the number of chunks of the disk.
@@ -205,11 +233,13 @@ pub(crate) mod tests {
             epoch: 0,
             owner: None,
             unfenced: vec![],
+            worker: None,
             nguid: [7; 16],
             serial: "s".into(),
             created_ms: 5,
             is_flattening: false,
             is_removing: false,
+            is_released: false,
             trim_from: None,
         }
     }

@@ -1,94 +1,184 @@
 //! Work on disks in the background: the removal of snapshots and disks, flattening, and the removal of
 //! data after the end of a disk that was made smaller.
 //!
-//! Each step may be repeated, and several processes may do the same work at the same time: to copy a
-//! chunk into a layer that has it changes nothing, and so does a copy whose source is gone. To keep it so,
-//! the snapshots of a disk are removed one after the other, oldest first. Otherwise a late copy could
-//! bring a chunk into a layer that has been removed.
+//! One process at a time does this work on a disk: its worker ([`crate::owners`]). A worker that has shown no
+//! sign of life for [`LEASE`] may be replaced. The time decides only when that happens: the successor fences
+//! the worker first.
+
+use std::fmt;
+use std::time::Duration;
 
 use bytes::Bytes;
+use client::engine::OwnerName;
 use futures::stream::TryStreamExt;
+use tokio::time::sleep;
 use wire::ObjectName;
 
 use crate::disks::Disks;
-use crate::header::{DiskHeader, DiskSnapshot};
+use crate::header::{DiskHeader, DiskOwner, DiskSnapshot};
 use crate::layers::LayerStack;
 use crate::names;
+use crate::owners::{OpenSession, fence_all, take_role};
 use crate::{Error, Result};
 
 /// Number of chunks that are processed at a time.
 const PARALLEL: usize = 16;
+/// Time without a sign of life after which a worker may be replaced.
+const LEASE: Duration = Duration::from_secs(60);
+/// Time between two signs of life.
+const RENEWAL: Duration = Duration::from_secs(15);
+
+/// Who does the upkeep of disks.
+#[derive(Clone)]
+pub struct Worker {
+    /// The gateway. If it starts again, it replaces the worker that it was before at once.
+    pub gateway: String,
+    /// Opens the session of the worker of a disk.
+    pub open_session: OpenSession,
+}
+
+impl fmt::Debug for Worker {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Worker").field("gateway", &self.gateway).finish_non_exhaustive()
+    }
+}
 
 impl Disks {
-    /// Does all work that removals and flattening have left. Returns whether there was any.
+    /// Does all work that removals, flattening and changes of sizes have left. Returns whether there was any.
+    /// A disk with an error does not prevent the work on others.
     ///
     /// # Errors
-    /// Those of the storage. The caller repeats the call later.
-    pub async fn upkeep(&self) -> Result<bool> {
-        let mut was_busy = false;
-        for disk in self.directory.removals().await? {
-            self.finish_removal(disk).await?;
-            was_busy = true;
-        }
+    /// The first error of a disk: [`Error::InUse`] if another process does its upkeep, or one of the storage.
+    /// The caller repeats the call later.
+    pub async fn upkeep(&self, worker: &Worker) -> Result<bool> {
+        let mut result = Ok(false);
+        let mut add = |done: Result<bool>| match (&mut result, done) {
+            (Ok(was_busy), Ok(more)) => *was_busy |= more,
+            (Ok(_), Err(e)) => result = Err(e),
+            (Err(_), _) => {}
+        };
         for (name, disk) in self.directory.list().await? {
-            match self.load_id(disk).await? {
-                Some((header, _)) if header.is_removing => {
-                    // A process has ended before the removal was certain.
-                    match self.decide_on_disk(&name, &header).await {
-                        Err(Error::InUse(_) | Error::NoSuchDisk(_)) => {}
-                        decided => decided?,
-                    }
-                    was_busy = true;
-                }
-                Some(_) => was_busy |= self.upkeep_disk(&name).await?,
-                None => {}
-            }
+            add(self.upkeep_disk(&name, disk, worker).await);
         }
-        Ok(was_busy)
+        for disk in self.directory.removals().await? {
+            add(self.finish_removal(disk).await.map(|()| true));
+        }
+        result
     }
 
     /// Does the work on one disk. Returns whether there was any.
-    ///
-    /// # Errors
-    /// Those of the storage.
-    pub async fn upkeep_disk(&self, name: &str) -> Result<bool> {
-        let mut was_busy = false;
-        loop {
-            let header = match self.load(name).await {
-                Err(Error::NoSuchDisk(_)) => return Ok(was_busy),
-                loaded => loaded?.0,
+    async fn upkeep_disk(&self, name: &str, disk: u64, worker: &Worker) -> Result<bool> {
+        let Some((header, _)) = self.load_id(disk).await? else { return Ok(false) };
+        if header.is_removing {
+            // A process has ended before the removal was certain.
+            return match self.decide_on_disk(name, disk).await {
+                Err(Error::InUse(_) | Error::NoSuchDisk(_)) => Ok(true),
+                decided => decided.map(|()| true),
             };
-            if header.owner.is_none() && header.trim_from.is_some() {
-                self.trim(&header).await?;
-            } else if let Some(snapshot) = header.snapshots.iter().find(|one| one.is_undecided()) {
-                match self.decide_on_snapshot(name, &snapshot.name, snapshot.layer).await {
-                    Err(Error::InUse(_)) => {}
-                    decided => decided?,
-                }
-            } else if let Some(layer) = header.released_layer() {
-                self.merge(&header, layer).await?;
-            } else if header.is_flattening {
-                self.copy_parent(&header).await?;
-            } else {
-                return Ok(was_busy);
+        }
+        for snapshot in header.snapshots.iter().filter(|one| one.is_undecided()) {
+            match self.decide_on_snapshot(name, snapshot.layer).await {
+                Err(Error::InUse(_)) => {}
+                decided => decided?,
             }
-            was_busy = true;
+        }
+        match self.stat(name).await {
+            Ok(header) if header.next_job().is_some() => {}
+            Ok(_) | Err(Error::NoSuchDisk(_)) => return Ok(false),
+            Err(e) => return Err(e),
+        }
+        let client = (worker.open_session)().await?;
+        let done = self.work(name, worker, &client).await;
+        client.close().await;
+        match done {
+            // The disk is being removed meanwhile.
+            Err(Error::NoSuchDisk(_)) => Ok(true),
+            done => done.map(|()| true),
+        }
+    }
+
+    /// Becomes the worker of a disk, and does its work with the session of `client`.
+    async fn work(&self, name: &str, worker: &Worker, client: &client::Client) -> Result<()> {
+        client.require(&[client::engine::Capability::Fence])?;
+        let own = client.owner()?;
+        let disks = Disks::open(client, self.pool.name(), self.clock.clone())?;
+        take_role(client, &disks, name, |header| {
+            if let Some(other) = &header.worker
+                && other.gateway != worker.gateway
+                && self.clock.now_ms().saturating_sub(other.since_ms) < LEASE.as_millis() as u64
+            {
+                let why = format!("the upkeep of the disk \"{name}\" is done by {}", other.gateway);
+                return Err(Error::InUse(why));
+            }
+            header.unfenced.extend(header.worker.take().map(|one| one.name));
+            let (name, gateway, since_ms) =
+                (own.as_bytes().clone(), worker.gateway.clone(), self.clock.now_ms());
+            header.worker = Some(DiskOwner { name, gateway, since_ms });
+            Ok(())
+        })
+        .await?;
+        let work = async {
+            loop {
+                let header = disks.load_for_work(name, &own).await?;
+                match header.next_job() {
+                    Some(Job::Trim) => disks.trim(&header).await?,
+                    Some(Job::Merge(layer)) => disks.merge(&header, layer).await?,
+                    Some(Job::Flatten) => disks.copy_parent(&header).await?,
+                    None => return Ok::<_, Error>(()),
+                }
+            }
+        };
+        tokio::select! {
+            done = work => done?,
+            lost = disks.renew(name, &own) => return Err(lost),
+        }
+        let leave = |header: &mut DiskHeader| {
+            header.worker.take_if(|one| one.name == *own.as_bytes());
+            Ok(())
+        };
+        disks.change(name, leave).await.map(drop)
+    }
+
+    /// Loads the record of a disk that has this worker.
+    async fn load_for_work(&self, name: &str, own: &OwnerName) -> Result<DiskHeader> {
+        let header = self.stat(name).await?;
+        match header.worker.as_ref().is_some_and(|one| one.name == *own.as_bytes()) {
+            true => Ok(header),
+            false => Err(Error::InUse(format!("another process does the upkeep of the disk \"{name}\""))),
+        }
+    }
+
+    /// Shows signs of life until the worker was replaced, or one fails.
+    async fn renew(&self, name: &str, own: &OwnerName) -> Error {
+        loop {
+            sleep(RENEWAL).await;
+            let now_ms = self.clock.now_ms();
+            let renew = |header: &mut DiskHeader| match &mut header.worker {
+                Some(one) if one.name == *own.as_bytes() => {
+                    one.since_ms = now_ms;
+                    Ok(())
+                }
+                _ => Err(Error::InUse(format!("another process does the upkeep of the disk \"{name}\""))),
+            };
+            if let Err(e) = self.change(name, renew).await {
+                return e;
+            }
         }
     }
 
     /// Removes what a removed disk has left.
     async fn finish_removal(&self, disk: u64) -> Result<()> {
         if let Some((header, _)) = self.load_id(disk).await? {
+            let mut earlier = header.unfenced.clone();
+            earlier.extend(header.worker.map(|one| one.name));
+            fence_all(&self.client, &earlier).await?;
             for layer in header.layers.iter().filter(|layer| layer.is_own) {
                 self.remove_chunks(layer.id).await?;
             }
             if let Some(parent) = &header.parent {
                 self.directory.remove_clone(parent.layer, disk).await?;
             }
-            match self.header_object(disk)?.remove().await {
-                Err(e) if e.is_not_found() => {}
-                removed => drop(removed?),
-            }
+            self.remove_header(disk).await?;
         }
         self.directory.end_removal(disk).await
     }
@@ -146,7 +236,8 @@ impl Disks {
         let own = header.layers.iter().take_while(|layer| layer.is_own).count();
         let oldest = header.layers[own - 1].id;
         let stack = LayerStack::of_snapshot(header, oldest);
-        for layer in &header.layers[own..] {
+        // The oldest first: the parent may move chunks into newer layers meanwhile.
+        for layer in header.layers[own..].iter().rev() {
             let copy = |name: ObjectName| {
                 let stack = &stack;
                 async move {
@@ -200,13 +291,28 @@ impl Disks {
     }
 }
 
+/// Work on a disk.
+enum Job {
+    /// Remove the data after the end of the disk.
+    Trim,
+    /// Move the chunks of this layer, whose snapshot is being removed, into the next newer one.
+    Merge(u64),
+    /// Copy the chunks of the parent.
+    Flatten,
+}
+
 impl DiskHeader {
-    /// Returns the layer of the oldest snapshot whose chunks may be moved.
-    fn released_layer(&self) -> Option<u64> {
+    /// Returns the next job of the worker. The layers of snapshots are moved one after the other, the oldest
+    /// first. The data after the end of an attached disk is removed by its owner.
+    fn next_job(&self) -> Option<Job> {
+        if self.trim_from.is_some() && self.owner.is_none() {
+            return Some(Job::Trim);
+        }
         let released = |layer: u64| {
             self.snapshots.iter().any(|snapshot| snapshot.layer == layer && snapshot.is_released)
         };
-        self.layers.iter().rev().map(|layer| layer.id).find(|layer| released(*layer))
+        let layer = self.layers.iter().rev().map(|layer| layer.id).find(|layer| released(*layer));
+        layer.map(Job::Merge).or(self.is_flattening.then_some(Job::Flatten))
     }
 }
 
@@ -228,17 +334,22 @@ mod tests {
     use super::*;
     use crate::CreateOptions;
 
-    async fn disks() -> Disks {
-        let client = Client::over(Arc::new(MemEngine::new()), Options::default());
+    async fn disks() -> (Disks, Worker) {
+        let engine = Arc::new(MemEngine::new());
+        let client = Client::over(Arc::clone(&engine) as _, Options::default());
         client.create_pool("pool").await.unwrap();
         let disks = Disks::open(&client, "pool", WallClock::default()).unwrap();
         disks.create("vm", CreateOptions::of_size(1 << 30)).await.unwrap();
-        disks
+        let open_session: OpenSession = Arc::new(move || {
+            let client = Client::over(Arc::new(engine.sibling()), Options::default());
+            Box::pin(async move { Ok(client) })
+        });
+        (disks, Worker { gateway: "gateway".into(), open_session })
     }
 
     #[tokio::test]
     async fn a_removal_whose_process_has_ended_is_decided_later() {
-        let disks = disks().await;
+        let (disks, worker) = disks().await;
         for (snapshot, clone) in [("used", Some("clone")), ("free", None)] {
             let name = format!("vm@{snapshot}").parse().unwrap();
             disks.snapshot(&name).await.unwrap();
@@ -251,7 +362,7 @@ mod tests {
             Ok(())
         };
         disks.change("vm", mark).await.unwrap();
-        assert!(disks.upkeep().await.unwrap());
+        assert!(disks.upkeep(&worker).await.unwrap());
         let header = disks.stat("vm").await.unwrap();
         let left: Vec<(&str, bool)> =
             header.snapshots.iter().map(|one| (&*one.name, one.is_removing)).collect();
@@ -262,13 +373,59 @@ mod tests {
             Ok(())
         };
         disks.change("vm", mark).await.unwrap();
-        disks.upkeep().await.unwrap();
+        disks.upkeep(&worker).await.unwrap();
         assert!(disks.stat("vm").await.is_ok(), "a disk with a clone stays");
         disks.change("clone", mark).await.unwrap();
-        disks.upkeep().await.unwrap();
+        disks.upkeep(&worker).await.unwrap();
         let name = disks.list().await.unwrap().into_iter().map(|header| header.name);
         assert_eq!(name.collect::<Vec<_>>(), ["vm"]);
         disks.create("clone", CreateOptions::of_size(512)).await.unwrap();
-        assert!(disks.upkeep().await.is_ok());
+        assert!(disks.upkeep(&worker).await.is_ok());
+    }
+
+    #[tokio::test]
+    async fn a_worker_is_replaced_after_its_lease_and_fenced() {
+        let (disks, worker) = disks().await;
+        disks.snapshot(&"vm@s".parse().unwrap()).await.unwrap();
+        disks.remove_snapshot(&"vm@s".parse().unwrap()).await.unwrap();
+        let first = (worker.open_session)().await.unwrap();
+        let set_worker = async |since_ms: u64| {
+            let own = first.owner().unwrap().as_bytes().clone();
+            let set = |header: &mut DiskHeader| {
+                header.worker = Some(DiskOwner { name: own.clone(), gateway: "other".into(), since_ms });
+                Ok(())
+            };
+            disks.change("vm", set).await.unwrap();
+        };
+        let now_ms = disks.clock.now_ms();
+        set_worker(now_ms).await;
+        let refused = disks.upkeep(&worker).await.unwrap_err();
+        assert!(matches!(&refused, Error::InUse(why) if why.contains("other")), "{refused}");
+        set_worker(now_ms - 2 * LEASE.as_millis() as u64).await;
+        assert!(disks.upkeep(&worker).await.unwrap());
+        let header = disks.stat("vm").await.unwrap();
+        assert!(header.snapshots.is_empty() && header.worker.is_none() && header.unfenced.is_empty());
+        let late = first.pool("pool").unwrap().object("late").unwrap().put("1").await.unwrap_err();
+        assert!(matches!(late, client::Error::Fenced(_)), "{late}");
+        assert!(!disks.upkeep(&worker).await.unwrap());
+    }
+
+    #[tokio::test]
+    async fn a_clone_that_is_not_complete_does_not_keep_its_snapshot() {
+        let (disks, worker) = disks().await;
+        let snapshot = "vm@s".parse().unwrap();
+        disks.snapshot(&snapshot).await.unwrap();
+        let clone = disks.clone_snapshot(&snapshot, "clone").await.unwrap();
+        let layer = clone.parent.unwrap().layer;
+        // The process ends before it has stored the record.
+        disks.remove_header(clone.id).await.unwrap();
+        assert!(matches!(disks.stat("clone").await, Err(Error::NoSuchDisk(_))));
+        disks.remove_snapshot(&snapshot).await.unwrap();
+        assert!(disks.directory.clones(layer).await.unwrap().is_empty());
+        disks.upkeep(&worker).await.unwrap();
+        assert!(disks.stat("vm").await.unwrap().snapshots.is_empty());
+        // A late record of the clone is refused.
+        let object = disks.header_object(clone.id).unwrap();
+        assert!(object.compound().create().write_full("late").commit().await.unwrap_err().is_conflict());
     }
 }

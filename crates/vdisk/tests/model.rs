@@ -12,7 +12,7 @@ use disk::{BLOCK, Disk, DiskError};
 use futures::future::join_all;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
-use vdisk::{AttachOptions, AttachedDisk, CreateOptions, Disks, Error, OpenSession, SnapshotReader};
+use vdisk::{AttachOptions, AttachedDisk, CreateOptions, Disks, Error, OpenSession, SnapshotReader, Worker};
 
 const MIB: u64 = 1 << 20;
 
@@ -31,13 +31,32 @@ impl World {
         World { root, disks }
     }
 
-    fn options(&self, gateway: &str, takes_over: bool) -> AttachOptions {
+    fn open_session(&self) -> OpenSession {
         let root = Arc::clone(&self.root);
-        let open_session: OpenSession = Arc::new(move || {
+        Arc::new(move || {
             let client = Client::over(Arc::new(root.sibling()), Options::default());
             Box::pin(async move { Ok(client) })
-        });
-        AttachOptions { gateway: gateway.into(), takes_over, open_session, clock: WallClock::default() }
+        })
+    }
+
+    fn options(&self, gateway: &str, takes_over: bool) -> AttachOptions {
+        let (gateway, open_session) = (gateway.to_owned(), self.open_session());
+        AttachOptions { gateway, takes_over, open_session, clock: WallClock::default() }
+    }
+
+    fn worker(&self, gateway: &str) -> Worker {
+        Worker { gateway: gateway.to_owned(), open_session: self.open_session() }
+    }
+
+    /// Repeats a change of a disk after the work that it must wait for.
+    async fn after_upkeep(&self, change: impl AsyncFn() -> vdisk::Result<()>) {
+        match change().await {
+            Err(Error::InUse(_)) => {
+                self.disks.upkeep(&self.worker("gateway")).await.unwrap();
+                change().await.unwrap();
+            }
+            changed => changed.unwrap(),
+        }
     }
 
     async fn attach(&self, name: &str) -> AttachedDisk {
@@ -170,11 +189,12 @@ async fn random_operations(seed: u64) {
             }
             9..14 => {
                 let snapshot = format!("s{step}");
-                let taken = match attached.get(&name) {
+                let full = format!("{name}@{snapshot}").parse().unwrap();
+                let take = async || match attached.get(&name) {
                     Some(disk) => disk.snapshot(&snapshot).await,
-                    None => world.disks.snapshot(&format!("{name}@{snapshot}").parse().unwrap()).await,
+                    None => world.disks.snapshot(&full).await,
                 };
-                taken.unwrap();
+                world.after_upkeep(take).await;
                 model.snapshots.insert(snapshot, model.content.clone());
             }
             14..18 => {
@@ -207,21 +227,21 @@ async fn random_operations(seed: u64) {
                 if model.parent.is_some() {
                     world.disks.flatten(&name).await.unwrap();
                     // It is a clone until the upkeep has ended.
-                    world.disks.upkeep().await.unwrap();
+                    world.disks.upkeep(&world.worker("gateway")).await.unwrap();
                     models.get_mut(&name).unwrap().parent = None;
                 }
             }
             25..29 => {
                 let size = rng.random_range(1..=5 * MIB / BLOCK) * BLOCK;
                 let shrinks = size < model.content.len() as u64;
-                let resized = match attached.get(&name) {
+                let resize = async || match attached.get(&name) {
                     Some(disk) => disk.resize(size, shrinks).await,
                     None => world.disks.resize(&name, size, shrinks).await,
                 };
-                resized.unwrap();
+                world.after_upkeep(resize).await;
                 model.content.resize(size as usize, 0);
             }
-            29..33 => assert!(world.disks.upkeep().await.is_ok()),
+            29..33 => assert!(world.disks.upkeep(&world.worker("gateway")).await.is_ok()),
             33..35 if count > 1 => {
                 let removed = world.disks.remove(&name, true).await;
                 match (attached.contains_key(&name), removed) {
@@ -250,7 +270,7 @@ async fn random_operations(seed: u64) {
         disk.detach().await.unwrap();
     }
     check_all(&world, &models, seed).await;
-    world.disks.upkeep().await.unwrap();
+    world.disks.upkeep(&world.worker("gateway")).await.unwrap();
     check_all(&world, &models, seed).await;
     remove_all(&world, &models, seed).await;
 }
@@ -272,7 +292,7 @@ async fn check_all(world: &World, models: &BTreeMap<String, ModelDisk>, seed: u6
             world.disks.remove(&clone, false).await.unwrap();
         }
     }
-    world.disks.upkeep().await.unwrap();
+    world.disks.upkeep(&world.worker("gateway")).await.unwrap();
 }
 
 /// Compares what a reader of a snapshot returns with the model: all bytes, a random range, and the extents.
@@ -308,7 +328,7 @@ async fn remove_all(world: &World, models: &BTreeMap<String, ModelDisk>, seed: u
                 Err(e) => panic!("{e}"),
             }
         }
-        world.disks.upkeep().await.unwrap();
+        world.disks.upkeep(&world.worker("gateway")).await.unwrap();
         left = kept;
         if left.is_empty() {
             break;
@@ -360,6 +380,9 @@ async fn a_disk_that_was_not_completely_created_can_be_created_again() {
     let client = Client::over(Arc::clone(&world.root) as _, Options::default());
     let pool = client.pool("pool").unwrap().namespace(vdisk::NAMESPACE).unwrap();
     pool.object("header/1").unwrap().remove().await.unwrap();
+    // The entry of disk 1, whose creation is not complete.
+    let entry = (Bytes::from("n/vm"), Bytes::from_static(&[1, 0]));
+    pool.object("directory").unwrap().omap_set(vec![entry]).await.unwrap();
     assert!(matches!(world.disks.stat("vm").await, Err(Error::NoSuchDisk(_))));
     assert!(world.disks.list().await.unwrap().is_empty());
     world.disks.create("vm", CreateOptions::of_size(2 * MIB)).await.unwrap();
@@ -395,7 +418,7 @@ async fn a_snapshot_is_read_while_its_disk_is_attached_and_changes() {
     assert!(matches!(outside, DiskError::OutOfRange { .. }), "{outside}");
     // The removal of the older snapshot moves its chunks.
     world.disks.remove_snapshot(&"vm@old".parse().unwrap()).await.unwrap();
-    world.disks.upkeep().await.unwrap();
+    world.disks.upkeep(&world.worker("gateway")).await.unwrap();
     assert!(reader.read(0, 8192).await.unwrap().concat() == first);
     assert_eq!(reader.extents(0, 3 * MIB).await.unwrap(), extents);
     reader.check().await.unwrap();
@@ -413,7 +436,7 @@ async fn a_reader_notices_that_its_snapshot_was_removed_or_replaced() {
     let reader = world.snapshot_reader("vm@s").await.unwrap();
     world.disks.remove_snapshot(&snapshot).await.unwrap();
     assert!(matches!(reader.check().await, Err(Error::NoSuchSnapshot { .. })));
-    world.disks.upkeep().await.unwrap();
+    world.disks.upkeep(&world.worker("gateway")).await.unwrap();
     world.disks.snapshot(&snapshot).await.unwrap();
     assert!(matches!(reader.check().await, Err(Error::NoSuchSnapshot { .. })));
     world.disks.remove("vm", true).await.unwrap();

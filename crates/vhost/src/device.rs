@@ -160,6 +160,8 @@ impl BlkDevice {
     }
 
     async fn serve<C: VhostControl>(&mut self, control: &mut C) -> Result<(), VhostError> {
+        // Requests of an earlier front end must not take effect after those of this one.
+        self.disk.quiesce().await;
         let mut sizes = self.disk.size();
         self.size = *sizes.borrow_and_update();
         self.apply((0..self.queues.len()).map(SessionEffect::QueueStarted));

@@ -45,7 +45,14 @@ pub fn in_flight(unit: u64) -> usize {
     (BYTES_IN_FLIGHT / unit.max(1)).clamp(LEAST_IN_FLIGHT, MOST_IN_FLIGHT) as usize
 }
 
-/// Attaches a disk to this process. `command` is the name of the command, for operators.
+/// Returns the name of this process as the owner of a disk. It is unique: a second process must not take
+/// the disk over from the first one. `command` is the name of the command, for operators.
+pub fn name(command: &str) -> String {
+    let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
+    format!("{command} (process {} on {host})", std::process::id())
+}
+
+/// Attaches a disk to this process under the [`name`] of `command`.
 ///
 /// # Errors
 /// As for [`AttachedDisk::attach`]. `force` takes the disk over if it is attached elsewhere.
@@ -55,10 +62,8 @@ pub async fn attach(
     force: bool,
     sessions: OpenSession,
 ) -> vdisk::Result<AttachedDisk> {
-    let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
     let options = AttachOptions {
-        // The name is unique: a second process must not take the disk over from the first one.
-        gateway: format!("{command} (process {} on {host})", std::process::id()),
+        gateway: name(command),
         takes_over: force,
         open_session: sessions,
         clock: WallClock::default(),

@@ -170,9 +170,11 @@ impl DiskBench {
         let _ = self.remove_clone().await;
         let cleaned = async {
             // The snapshot has a clone until the upkeep has removed its data.
-            self.disks.upkeep().await?;
+            let open_session = Arc::clone(&self.sessions);
+            let worker = vdisk::Worker { gateway: transfer::name("bench"), open_session };
+            self.disks.upkeep(&worker).await?;
             self.disks.remove_snapshot(&self.snapshot).await?;
-            self.disks.upkeep().await
+            self.disks.upkeep(&worker).await
         };
         if let Err(e) = cleaned.await {
             let SnapshotName { disk, snapshot } = &self.snapshot;
