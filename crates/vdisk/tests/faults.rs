@@ -213,9 +213,17 @@ async fn run(seed: u64) -> Seen {
                 world.model.resize(now as usize, 0);
             }
             6 => {
-                // The process ends, and another one attaches the disk.
+                // The process ends with a write under way, and another one attaches the disk.
+                let (at, len) =
+                    (rng.random_range(0..world.model.len() as u64 / BLOCK) * BLOCK, BLOCK as usize);
+                let write = disk.write(at, vec![vec![rng.random(); len].into()]);
+                let patience = Duration::from_micros(rng.random_range(0..4000));
+                drop(timeout(patience, write).await);
                 drop(disk);
                 disk = world.attach().await;
+                // From now on, the write cannot take effect any more.
+                let now = disk.read(at, BLOCK).await.unwrap().concat();
+                world.model[at as usize..at as usize + len].copy_from_slice(&now);
             }
             7 => {
                 drop(disk.detach().await);
