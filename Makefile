@@ -2,7 +2,7 @@
 
 CARGO ?= cargo
 
-.PHONY: help demo test build-tests test-rdma sim sim-sample sim-mutants rights-mutants thrash thrash-sample lint bench bench-redundancy bench-scale layers report build doc fuzz deny setup setup-demo setup-report clean
+.PHONY: help demo test build-tests test-rdma test-disk sim sim-sample sim-mutants rights-mutants thrash thrash-sample lint bench bench-redundancy bench-scale layers report build doc fuzz deny setup setup-demo setup-report clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -44,6 +44,10 @@ build-tests: setup ## Build all tests without running them
 test-rdma: setup ## Run tests over RDMA verbs in an emulated machine (tests/rdma), DEVICE=rxe0 (soft-RoCE), siw0 (soft-iWARP) or all; HALF=0 or 1
 	@scripts/setup test
 	@DEVICE=$(DEVICE) HALF=$(HALF) tests/rdma/run
+
+test-disk: setup ## Use virtual disks in an emulated machine while processes are killed (tests/disk); KILLS=10 of each role, REDUNDANCY="single mirror:2 ec:4+2"
+	@scripts/setup test
+	@KILLS=$(KILLS) tests/disk/run $(REDUNDANCY)
 
 sim: setup ## Simulate a whole node from 10,000 seeds; SEEDS=COUNT, SEED=FIRST, JOBS=COUNT
 	$(CARGO) build --profile sim --locked -p outboard-sim
