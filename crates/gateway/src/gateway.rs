@@ -10,7 +10,7 @@ use base::thread::ThreadClass;
 use client::Client;
 use disk::Disk;
 use tokio::sync::Notify;
-use vdisk::{AttachOptions, AttachedDisk, Disks, OpenSession, Worker};
+use vdisk::{AttachOptions, AttachedDisk, DiskWorker, Disks, OpenSession};
 use wire::{DiskReply, FrontEnd};
 
 use crate::attachments::{AttachmentFile, DiskAttachment};
@@ -247,7 +247,7 @@ impl Gateway {
 
     async fn upkeep(&self) -> vdisk::Result<()> {
         let GatewayConfig { name, open_session, client, .. } = &self.0.config;
-        let worker = Worker { gateway: name.clone(), open_session: Arc::clone(open_session) };
+        let worker = DiskWorker { gateway: name.clone(), open_session: Arc::clone(open_session) };
         let mut result = Ok(());
         for pool in client.pools().await? {
             let done = self.disks(&pool.name)?.upkeep(&worker).await;

@@ -46,4 +46,4 @@ pub use header::{DiskHeader, DiskLayer, DiskOwner, DiskSnapshot, Parent};
 pub use names::{CHUNK_DEFAULT, CHUNK_MAX, CHUNK_MIN, NAMESPACE, SIZE_MAX, SnapshotName, check_name};
 pub use owners::OpenSession;
 pub use snapshot_reader::SnapshotReader;
-pub use upkeep::Worker;
+pub use upkeep::DiskWorker;

@@ -30,16 +30,16 @@ const RENEWAL: Duration = Duration::from_secs(15);
 
 /// Who does the upkeep of disks.
 #[derive(Clone)]
-pub struct Worker {
+pub struct DiskWorker {
     /// The gateway. If it starts again, it replaces the worker that it was before at once.
     pub gateway: String,
     /// Opens the session of the worker of a disk.
     pub open_session: OpenSession,
 }
 
-impl fmt::Debug for Worker {
+impl fmt::Debug for DiskWorker {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Worker").field("gateway", &self.gateway).finish_non_exhaustive()
+        f.debug_struct("DiskWorker").field("gateway", &self.gateway).finish_non_exhaustive()
     }
 }
 
@@ -50,7 +50,7 @@ impl Disks {
     /// # Errors
     /// The first error of a disk: [`Error::InUse`] if another process does its upkeep, or one of the storage.
     /// The caller repeats the call later.
-    pub async fn upkeep(&self, worker: &Worker) -> Result<bool> {
+    pub async fn upkeep(&self, worker: &DiskWorker) -> Result<bool> {
         let mut result = Ok(false);
         let mut add = |done: Result<bool>| match (&mut result, done) {
             (Ok(was_busy), Ok(more)) => *was_busy |= more,
@@ -67,7 +67,7 @@ impl Disks {
     }
 
     /// Does the work on one disk. Returns whether there was any.
-    async fn upkeep_disk(&self, name: &str, disk: u64, worker: &Worker) -> Result<bool> {
+    async fn upkeep_disk(&self, name: &str, disk: u64, worker: &DiskWorker) -> Result<bool> {
         let Some((header, _)) = self.load_id(disk).await? else { return Ok(false) };
         if header.is_removing {
             // A process has ended before the removal was certain.
@@ -98,7 +98,7 @@ impl Disks {
     }
 
     /// Becomes the worker of a disk, and does its work with the session of `client`.
-    async fn work(&self, name: &str, worker: &Worker, client: &client::Client) -> Result<()> {
+    async fn work(&self, name: &str, worker: &DiskWorker, client: &client::Client) -> Result<()> {
         client.require(&[client::engine::Capability::Fence])?;
         let own = client.owner()?;
         let disks = Disks::open(client, self.pool.name(), self.clock.clone())?;
@@ -121,9 +121,9 @@ impl Disks {
             loop {
                 let header = disks.load_for_work(name, &own).await?;
                 match header.next_job() {
-                    Some(Job::Trim) => disks.trim(&header).await?,
-                    Some(Job::Merge(layer)) => disks.merge(&header, layer).await?,
-                    Some(Job::Flatten) => disks.copy_parent(&header).await?,
+                    Some(UpkeepStep::Trim) => disks.trim(&header).await?,
+                    Some(UpkeepStep::Merge(layer)) => disks.merge(&header, layer).await?,
+                    Some(UpkeepStep::Flatten) => disks.copy_parent(&header).await?,
                     None => return Ok::<_, Error>(()),
                 }
             }
@@ -292,7 +292,7 @@ impl Disks {
 }
 
 /// Work on a disk.
-enum Job {
+enum UpkeepStep {
     /// Remove the data after the end of the disk.
     Trim,
     /// Move the chunks of this layer, whose snapshot is being removed, into the next newer one.
@@ -304,15 +304,15 @@ enum Job {
 impl DiskHeader {
     /// Returns the next job of the worker. The layers of snapshots are moved one after the other, the oldest
     /// first. The data after the end of an attached disk is removed by its owner.
-    fn next_job(&self) -> Option<Job> {
+    fn next_job(&self) -> Option<UpkeepStep> {
         if self.trim_from.is_some() && self.owner.is_none() {
-            return Some(Job::Trim);
+            return Some(UpkeepStep::Trim);
         }
         let released = |layer: u64| {
             self.snapshots.iter().any(|snapshot| snapshot.layer == layer && snapshot.is_released)
         };
         let layer = self.layers.iter().rev().map(|layer| layer.id).find(|layer| released(*layer));
-        layer.map(Job::Merge).or(self.is_flattening.then_some(Job::Flatten))
+        layer.map(UpkeepStep::Merge).or(self.is_flattening.then_some(UpkeepStep::Flatten))
     }
 }
 
@@ -334,7 +334,7 @@ mod tests {
     use super::*;
     use crate::CreateOptions;
 
-    async fn disks() -> (Disks, Worker) {
+    async fn disks() -> (Disks, DiskWorker) {
         let engine = Arc::new(MemEngine::new());
         let client = Client::over(Arc::clone(&engine) as _, Options::default());
         client.create_pool("pool").await.unwrap();
@@ -344,7 +344,7 @@ mod tests {
             let client = Client::over(Arc::new(engine.sibling()), Options::default());
             Box::pin(async move { Ok(client) })
         });
-        (disks, Worker { gateway: "gateway".into(), open_session })
+        (disks, DiskWorker { gateway: "gateway".into(), open_session })
     }
 
     #[tokio::test]

@@ -13,7 +13,9 @@ use disk::{BLOCK, Disk};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use tokio::time::{sleep, timeout};
-use vdisk::{AttachOptions, AttachedDisk, CreateOptions, Disks, Error, OpenSession, SnapshotReader, Worker};
+use vdisk::{
+    AttachOptions, AttachedDisk, CreateOptions, DiskWorker, Disks, Error, OpenSession, SnapshotReader,
+};
 
 const MIB: u64 = 1 << 20;
 const RATES: FaultRates = FaultRates {
@@ -85,7 +87,7 @@ impl World {
 
     /// Does upkeep until there is no more work.
     async fn upkeep(&self) -> u64 {
-        let worker = Worker { gateway: "gateway".into(), open_session: Arc::clone(&self.open_session) };
+        let worker = DiskWorker { gateway: "gateway".into(), open_session: Arc::clone(&self.open_session) };
         let mut failed = 0;
         loop {
             match self.disks.upkeep(&worker).await {

@@ -12,7 +12,9 @@ use disk::{BLOCK, Disk, DiskError};
 use futures::future::join_all;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
-use vdisk::{AttachOptions, AttachedDisk, CreateOptions, Disks, Error, OpenSession, SnapshotReader, Worker};
+use vdisk::{
+    AttachOptions, AttachedDisk, CreateOptions, DiskWorker, Disks, Error, OpenSession, SnapshotReader,
+};
 
 const MIB: u64 = 1 << 20;
 
@@ -44,8 +46,8 @@ impl World {
         AttachOptions { gateway, takes_over, open_session, clock: WallClock::default() }
     }
 
-    fn worker(&self, gateway: &str) -> Worker {
-        Worker { gateway: gateway.to_owned(), open_session: self.open_session() }
+    fn worker(&self, gateway: &str) -> DiskWorker {
+        DiskWorker { gateway: gateway.to_owned(), open_session: self.open_session() }
     }
 
     /// Repeats a change of a disk after the work that it must wait for.
