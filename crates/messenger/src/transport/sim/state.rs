@@ -502,9 +502,13 @@ impl State {
         self.schedule(at, SimEvent::Answer(id));
     }
 
-    /// Declines a connect request.
+    /// Declines a connect request. The listener no longer uses the transport.
     pub(super) fn decline(&mut self, id: TransportId) {
         self.settle(id, DialState::Refused);
+        if let Some(transport) = self.transports.get_mut(&id) {
+            transport.ends[1].is_closed = true;
+        }
+        self.forget_if_over(id);
     }
 
     fn on_answer(&mut self, id: TransportId) {
