@@ -77,7 +77,7 @@ pub async fn load(
                 (Arc::clone(&node.store), Arc::clone(&until), attachment.clone());
             tokio::spawn(async move {
                 let (mut round, mut operations) = (0u64, 0);
-                let deadline = Instant::now() + scaled(Duration::from_secs(30));
+                let deadline = Instant::now() + scaled(Duration::from_secs(90));
                 while round < 3 || !until(&attachment.status()) {
                     assert!(
                         Instant::now() < deadline,

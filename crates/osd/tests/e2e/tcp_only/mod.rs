@@ -15,6 +15,7 @@ mod salvage;
 mod salvage_damage;
 mod sealed;
 mod shards;
+mod source;
 mod stalls;
 pub(crate) mod start;
 mod times;
