@@ -21,6 +21,19 @@ use wire::SessionId;
 /// them.
 const LISTED_MAX: usize = 4096;
 
+/// Maximum number of listed sessions while clients may return after a start of the osd. Until then, the
+/// floor would also rise over their sessions.
+const LISTED_MAX_AT_START: usize = 4 * LISTED_MAX;
+
+/// The sessions that are open.
+#[derive(Debug, Default)]
+pub(crate) struct OpenSessions {
+    /// The sessions that have a slot.
+    pub(crate) slots: BTreeSet<SessionId>,
+    /// If set, clients may still resume other sessions of earlier generations than this one.
+    pub(crate) may_return: Option<u64>,
+}
+
 /// The sessions that have ended because another session has fenced them, or an operator has ended
 /// them.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -45,16 +58,18 @@ impl EndedSessions {
 
     /// Adds a session. If the set lists too many sessions then, all older sessions end too, except
     /// those in `open`.
-    pub(crate) fn add(&mut self, session: SessionId, open: &BTreeSet<SessionId>) {
+    pub(crate) fn add(&mut self, session: SessionId, open: &OpenSessions) {
         if age(session) < self.floor {
             self.spared.remove(&session);
             return;
         }
         self.listed.insert(session);
-        if self.listed.len() > LISTED_MAX {
-            let middle = *self.listed.iter().nth(LISTED_MAX / 2).expect("the list is longer");
+        let max = if open.may_return.is_some() { LISTED_MAX_AT_START } else { LISTED_MAX };
+        if self.listed.len() > max {
+            let middle = *self.listed.iter().nth(max / 2).expect("the list is longer");
             let floor = age(middle);
-            self.spared = open.iter().copied().filter(|id| age(*id) < floor && !self.has(*id)).collect();
+            self.spared =
+                open.slots.iter().copied().filter(|id| age(*id) < floor && !self.has(*id)).collect();
             self.listed.retain(|id| age(*id) >= floor);
             self.floor = floor;
         }
@@ -92,16 +107,35 @@ mod tests {
     #[test]
     fn the_set_takes_bounded_space_and_spares_open_sessions() {
         let mut ended = EndedSessions::default();
-        let open: BTreeSet<SessionId> = (0..20).map(|n| id(1, n * 1000 + 1)).collect();
+        let slots: BTreeSet<SessionId> = (0..20).map(|n| id(1, n * 1000 + 1)).collect();
+        let open = OpenSessions { slots, may_return: None };
         let fenced = (0..3 * LISTED_MAX as u32).map(|n| id(1, 2 * n + 2));
         fenced.clone().for_each(|session| ended.add(session, &open));
         assert!(fenced.clone().all(|session| ended.has(session)));
-        assert!(open.iter().all(|session| !ended.has(*session)), "open sessions are spared");
+        assert!(open.slots.iter().all(|session| !ended.has(*session)), "open sessions are spared");
         assert!(ended.has(id(0, 5)) && ended.has(id(1, 3)), "other old sessions have ended");
-        assert!(ended.listed.len() <= LISTED_MAX && ended.spared.len() <= open.len());
-        let closed = *open.first().unwrap();
+        assert!(ended.listed.len() <= LISTED_MAX && ended.spared.len() <= open.slots.len());
+        let closed = *open.slots.first().unwrap();
         ended.add(closed, &open);
         assert!(ended.has(closed), "a spared session can end, too");
+    }
+
+    #[test]
+    fn sessions_whose_clients_may_return_after_a_start_do_not_end() {
+        let mut ended = EndedSessions::default();
+        let mut open = OpenSessions { slots: BTreeSet::new(), may_return: Some(id(2, 1).generation()) };
+        let fence = |ended: &mut EndedSessions, open: &OpenSessions, numbers: std::ops::Range<usize>| {
+            numbers.for_each(|n| ended.add(id(1, 2 * n as u32 + 2), open));
+        };
+        fence(&mut ended, &open, 0..LISTED_MAX_AT_START);
+        assert!(!ended.has(id(1, 3)), "its client may return");
+        fence(&mut ended, &open, LISTED_MAX_AT_START..LISTED_MAX_AT_START + 1);
+        assert!(ended.has(id(1, 3)) && ended.listed.len() <= LISTED_MAX_AT_START, "the space is bounded");
+        open.may_return = None;
+        for n in 0..4 {
+            fence(&mut ended, &open, 2 * LISTED_MAX_AT_START + n..2 * LISTED_MAX_AT_START + n + 1);
+        }
+        assert!(ended.listed.len() <= LISTED_MAX);
     }
 
     #[test]
@@ -123,10 +157,11 @@ mod tests {
             more in proptest::collection::vec((0u64..6, 1u32..20_000), 0..10_000),
         ) {
             let mut ended = EndedSessions::default();
-            let none = BTreeSet::new();
+            let none = OpenSessions::default();
             let first: Vec<SessionId> = sessions.iter().map(|(g, n)| id(*g, *n)).collect();
             first.iter().for_each(|session| ended.add(*session, &none));
-            let all: BTreeSet<SessionId> = (1..20_000).map(|n| id(1, n)).collect();
+            let slots: BTreeSet<SessionId> = (1..20_000).map(|n| id(1, n)).collect();
+            let all = OpenSessions { slots, may_return: None };
             for (generation, number) in more {
                 ended.add(id(generation, number), &all);
             }

@@ -15,6 +15,7 @@ use crate::audit_log::{AuditEvent, AuditKind};
 use crate::change_map::MapKeeper;
 use crate::clients::{ConnectionId, SessionBinding};
 use crate::config::OsdConfig;
+use crate::ended::OpenSessions;
 use crate::mailbox::ShardGone;
 use crate::map::{MISSING_STEP, MapStore, PoolRecord, TargetMapStore};
 use crate::seal::Seal;
@@ -200,9 +201,12 @@ impl Osd {
     async fn end_durably(self: &Rc<Self>, session: SessionId) -> wire::Result<()> {
         self.ending.borrow_mut().insert(session);
         let _one_at_a_time = self.map_keeper.changing.lock().await;
-        let all = std::mem::take(&mut *self.ending.borrow_mut());
+        let mut all = std::mem::take(&mut *self.ending.borrow_mut());
+        // Another caller may have taken this session along, and have failed to save it.
+        all.insert(session);
         let mut map = self.shard.map.borrow().clone();
-        let open = self.slots.borrow().open_sessions();
+        let slots = self.slots.borrow().open_sessions();
+        let open = OpenSessions { slots, may_return: self.shard.presence.may_return() };
         for id in &all {
             if !map.ended.has(*id) {
                 map.ended.add(*id, &open);
@@ -211,12 +215,7 @@ impl Osd {
         if map.ended == self.shard.map.borrow().ended {
             return Ok(());
         }
-        let saved = self.save_map(map).await;
-        if saved.is_err() {
-            // The other callers try again when they have the lock.
-            self.ending.borrow_mut().extend(all.into_iter().filter(|id| *id != session));
-        }
-        saved
+        self.save_map(map).await
     }
 
     /// Ends what a removed user has: the sessions of the user, the sessions that the user has opened for

@@ -77,10 +77,12 @@ pub(crate) struct Pg {
     /// Incarnation in which [`Pg::settle`] has finished, so that no change of an earlier
     /// incarnation can be lost any more; 0 if it never finished.
     settled: Cell<u64>,
-    /// Whether the group may be used only after the store has executed or refused all transactions of
-    /// earlier incarnations, because a session that has ended may have lost one.
-    needs_barrier: Cell<bool>,
-    /// Whether the store has done so since the osd has started.
+    /// Number of barriers asked for. The group may be used only after the store has executed or refused
+    /// all transactions of earlier incarnations, because a session that has ended may have lost one.
+    barriers_wanted: Cell<u64>,
+    /// Number of the barriers asked for that the store has executed.
+    barriers: Cell<u64>,
+    /// Whether the store has executed a barrier since the osd has started.
     had_barrier: Cell<bool>,
     state: RefCell<State>,
     commits: OpenCommits,
@@ -193,7 +195,8 @@ impl Pg {
             loading: Mutex::default(),
             loaded: Cell::new(0),
             settled: Cell::new(0),
-            needs_barrier: Cell::new(false),
+            barriers_wanted: Cell::new(0),
+            barriers: Cell::new(0),
             had_barrier: Cell::new(false),
             state: RefCell::default(),
             commits: OpenCommits::default(),
@@ -245,10 +248,12 @@ impl Pg {
     /// incarnation.
     pub(crate) async fn settle(&self) -> StepResult<u64> {
         let incarnation = self.backing.incarnation();
-        if self.settled.get() != incarnation {
-            if self.backing.settle(&self.cid, self.needs_barrier.get()).await? {
+        while self.settled.get() != incarnation || self.barriers_wanted.get() != self.barriers.get() {
+            // A fence may ask for another barrier during this one.
+            let wanted = self.barriers_wanted.get();
+            if self.backing.settle(&self.cid, wanted != self.barriers.get()).await? {
                 self.commits.unsure.borrow_mut().retain(|_, lost| *lost >= incarnation);
-                self.needs_barrier.set(false);
+                self.barriers.set(wanted.max(self.barriers.get()));
                 self.had_barrier.set(true);
             }
             if let Some(sole) = &self.sole {
@@ -664,7 +669,7 @@ impl Pg {
         // An earlier start of the osd may have lost a transaction, too.
         let is_earlier = session.generation() < self.age.generation();
         if has_lost || (is_earlier && !self.had_barrier.get()) {
-            self.needs_barrier.set(true);
+            self.barriers_wanted.set(self.barriers_wanted.get() + 1);
             // A group that has settled already settles again.
             self.backing.lost(self.settled.get());
         }

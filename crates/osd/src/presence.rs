@@ -69,6 +69,12 @@ impl SessionPresence {
         }
     }
 
+    /// Returns the generation before which unknown sessions may still return; `None` if the osd started
+    /// too long ago.
+    pub(crate) fn may_return(&self) -> Option<u64> {
+        (self.started.elapsed() < RETURN).then_some(self.generation)
+    }
+
     /// Returns all sessions that are connected, or were connected less than `grace` ago.
     pub(crate) fn living(&self, grace: Duration) -> Living {
         let known = self.known.borrow();

@@ -281,6 +281,7 @@ mod tests {
     use std::sync::LazyLock;
 
     use super::*;
+    use crate::ended::OpenSessions;
 
     static NONE: LazyLock<EndedSessions> = LazyLock::new(EndedSessions::default);
 
@@ -309,7 +310,7 @@ mod tests {
         let mut ended = EndedSessions::default();
         let mut sessions = slots();
         let fenced = sessions.open(None, 0, (A, &owner), &ended).unwrap().id;
-        ended.add(fenced, &BTreeSet::new());
+        ended.add(fenced, &OpenSessions::default());
         let refused = sessions.open(Some(fenced), 0, (A, &owner), &ended);
         assert!(matches!(refused, Err(Error::SessionRefused { .. })), "{refused:?}");
         // The osd has started again, and could not store that it had.

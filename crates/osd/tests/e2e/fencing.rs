@@ -192,6 +192,30 @@ async fn a_fence_waits_for_writes_that_a_store_has_queued() {
 }
 
 #[tokio::test]
+async fn a_fence_succeeds_only_once_the_map_stores_it() {
+    let node = Node::start();
+    let (_operator, _) = node.pool().await;
+    let old = owner(&node).await;
+    let object = old.pool("pool").unwrap().object("x").unwrap();
+    object.put("1").await.unwrap();
+    let name = old.owner().unwrap();
+    let others = join_all((0..4).map(|_| owner(&node))).await;
+    let all_fence = || join_all(others.iter().map(|other| other.fence(&name)));
+    node.stores[0].set_full_for_map(true);
+    for fenced in all_fence().await {
+        assert!(fenced.is_err(), "the map is not saved");
+    }
+    object.put("2").await.unwrap();
+    node.stores[0].set_full_for_map(false);
+    for fenced in all_fence().await {
+        fenced.unwrap();
+    }
+    object.put("3").await.unwrap_err();
+    assert!(matches!(object.put("4").await, Err(client::Error::Fenced(_))));
+    assert_eq!(others[0].pool("pool").unwrap().object("x").unwrap().get().await.unwrap(), "2");
+}
+
+#[tokio::test]
 async fn a_client_fences_only_its_own_sessions() {
     let world = World::start().await;
     let capability = world.capability(&world.caller("owner"), 0).await.unwrap();
