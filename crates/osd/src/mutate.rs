@@ -453,6 +453,10 @@ impl Change<'_> {
         let mut drafted = drafted?;
         match basis {
             Basis::Known(_) => {}
+            // Without an object in the end, nothing would check the guess.
+            Basis::New if drafted.object.is_none() => {
+                return Err(Error::NoSuchObject(self.name.into()).into());
+            }
             Basis::New => drafted.make_exclusive(oid),
             Basis::Unknown => drafted.make_replacing(oid),
         }

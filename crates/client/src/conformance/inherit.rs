@@ -14,6 +14,7 @@ pub(super) async fn run(client: &Client, pool: &Pool, other: &Pool) {
         return;
     }
     a_new_object_begins_as_a_copy_of_the_first_that_exists(client, pool).await;
+    a_copy_of_nothing_makes_no_object(pool).await;
     an_object_that_exists_inherits_nothing(client, pool).await;
     a_copy_is_independent_of_its_source(client, pool).await;
     impossible_copies_are_refused(client, pool, other).await;
@@ -70,6 +71,23 @@ async fn a_new_object_begins_as_a_copy_of_the_first_that_exists(client: &Client,
     assert_eq!(object(pool, "5/a").get().await.unwrap(), older);
     assert_eq!(object(pool, "5/a").xattr("x").await.unwrap().unwrap(), "base");
     assert_eq!(object(pool, "5/a").omap_get(names(&["k"])).await.unwrap().len(), 1);
+}
+
+/// The engine may assume that the objects are new, because the ones before were.
+async fn a_copy_of_nothing_makes_no_object(pool: &Pool) {
+    for n in 0..8 {
+        let made = object(pool, &format!("1/n{n}")).compound().inherit(vec![format!("0/n{n}").into()]);
+        made.truncate(10).commit().await.unwrap();
+    }
+    for n in 0..8 {
+        let (unseen, none) = (object(pool, &format!("2/n{n}")), vec![Bytes::from(format!("0/n{n}"))]);
+        unseen.compound().inherit(none.clone()).commit().await.unwrap();
+        let absent = unseen.stat().await.unwrap_err();
+        assert!(absent.is_not_found(), "{absent}");
+        let removed = unseen.compound().inherit(none).remove().commit().await;
+        assert!(removed.unwrap_err().is_not_found());
+        unseen.compound().if_absent().create().commit().await.unwrap();
+    }
 }
 
 async fn an_object_that_exists_inherits_nothing(client: &Client, pool: &Pool) {
