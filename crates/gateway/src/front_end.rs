@@ -14,7 +14,7 @@ use crate::vhost_devices::{VhostDevice, VhostDevices};
 #[derive(Debug)]
 pub(crate) enum ServedFrontEnd {
     Nbd(NbdServer),
-    Vhost(VhostDevice),
+    Vhost { _device: VhostDevice },
 }
 
 impl ServedFrontEnd {
@@ -36,7 +36,8 @@ impl ServedFrontEnd {
             FrontEnd::VhostUser(path) => {
                 let none = || io::Error::other("the gateway has no holder, which vhost-user devices need");
                 let devices = devices.ok_or_else(none)?;
-                Ok(ServedFrontEnd::Vhost(devices.start(&attachment.place(), path.as_ref(), disk).await?))
+                let _device = devices.start(&attachment.place(), path.as_ref(), disk).await?;
+                Ok(ServedFrontEnd::Vhost { _device })
             }
             other => Err(io::Error::other(format!("this gateway does not serve {other}"))),
         }
@@ -46,15 +47,7 @@ impl ServedFrontEnd {
     pub(crate) fn address(&self, asked: &FrontEnd) -> FrontEnd {
         match self {
             ServedFrontEnd::Nbd(server) => FrontEnd::Nbd(server.address().to_owned()),
-            ServedFrontEnd::Vhost(_) => asked.clone(),
-        }
-    }
-
-    /// Stops the service, and disconnects guests or clients.
-    pub(crate) async fn stop(self) {
-        match self {
-            ServedFrontEnd::Nbd(server) => drop(server),
-            ServedFrontEnd::Vhost(device) => device.remove().await,
+            ServedFrontEnd::Vhost { .. } => asked.clone(),
         }
     }
 }

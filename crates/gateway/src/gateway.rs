@@ -70,8 +70,9 @@ pub struct Gateway(Arc<Shared>);
 
 impl Drop for Shared {
     fn drop(&mut self) {
-        // The task of the upkeep ends.
+        // The tasks of the upkeep and of the holder end.
         self.upkeep.notify_one();
+        self.holder_found.notify_one();
     }
 }
 
@@ -82,6 +83,8 @@ struct Shared {
     /// Held while a disk is attached or detached.
     changing: tokio::sync::Mutex<()>,
     upkeep: Arc<Notify>,
+    /// Notified when a holder has listed its devices.
+    holder_found: Arc<Notify>,
 }
 
 /// A disk with its front end.
@@ -105,19 +108,23 @@ impl Gateway {
     /// If the list of attachments cannot be read.
     pub fn start(config: GatewayConfig) -> Result<Gateway, GatewayError> {
         let list = config.attachments.load()?;
-        let devices = config.holder.clone().map(VhostDevices::connect);
+        let holder_found = Arc::<Notify>::default();
+        let holder = config.holder.clone();
+        let devices = holder.map(|path| VhostDevices::connect(path, Arc::clone(&holder_found)));
         let gateway = Gateway(Arc::new(Shared {
             config,
             devices,
             attached: Mutex::default(),
             changing: tokio::sync::Mutex::default(),
             upkeep: Arc::default(),
+            holder_found: Arc::clone(&holder_found),
         }));
         for attachment in list {
             base::task::spawn(ThreadClass::Client, attach_again(gateway.weak(), attachment));
         }
         let wanted = Arc::clone(&gateway.0.upkeep);
         base::task::spawn(ThreadClass::Client, keep_up(gateway.weak(), wanted));
+        base::task::spawn(ThreadClass::Client, remove_unlisted(gateway.weak(), holder_found));
         Ok(gateway)
     }
 
@@ -141,9 +148,9 @@ impl Gateway {
         Disks::open(&self.0.config.client, pool, self.0.config.clock.clone())
     }
 
-    /// Returns the attached disk with the name `POOL/DISK`.
+    /// Returns the attached disk with the name `POOL/DISK`, unless another process has taken it over.
     pub(crate) fn attached(&self, place: &str) -> Option<AttachedDisk> {
-        self.lock().get(place).map(|served| served.disk.clone())
+        self.lock().get(place).map(|served| served.disk.clone()).filter(|disk| disk.end().is_none())
     }
 
     /// Attaches a disk and serves its front end. Returns the address of the front end.
@@ -153,19 +160,37 @@ impl Gateway {
         takes_over: bool,
     ) -> Result<DiskReply, GatewayError> {
         let _one_at_a_time = self.0.changing.lock().await;
-        // A repeated request has the same answer.
-        match self.lock().get(&attachment.place()) {
-            Some(served) if served.attachment == attachment => {
-                return Ok(DiskReply::Attached(served.front_end.address(&attachment.front_end)));
+        let place = attachment.place();
+        let ended = {
+            let mut attached = self.lock();
+            match attached.get(&place) {
+                // Another process has taken the disk over.
+                Some(served) if served.disk.end().is_some() => attached.remove(&place),
+                // A repeated request has the same answer.
+                Some(served) if served.attachment == attachment => {
+                    return Ok(DiskReply::Attached(served.front_end.address(&attachment.front_end)));
+                }
+                Some(_) => return Err(GatewayError::AttachedHere(place)),
+                None => None,
             }
-            Some(_) => return Err(GatewayError::AttachedHere(attachment.place())),
-            None => {}
+        };
+        let list = &self.0.config.attachments;
+        let before = list.load()?;
+        let mut others = before.clone();
+        others.retain(|one| one.place() != place);
+        let is_other = before.len() != others.len() && !before.contains(&attachment);
+        if ended.is_some() || is_other {
+            drop(ended);
+            list.save(&others)?;
+            self.remove_unlisted_devices().await;
         }
         // The list first: a gateway that ends meanwhile attaches the disk when it starts again.
-        self.save_with(Some(&attachment))?;
+        others.push(attachment.clone());
+        list.save(&others)?;
         let address = self.serve(&attachment, takes_over).await;
         if address.is_err() {
-            self.save_with(None)?;
+            list.save(&before)?;
+            self.remove_unlisted_devices().await;
         }
         Ok(DiskReply::Attached(address?))
     }
@@ -198,6 +223,11 @@ impl Gateway {
     /// more.
     async fn attach_again(&self, attachment: &DiskAttachment) -> bool {
         let _one_at_a_time = self.0.changing.lock().await;
+        let is_listed = self.0.config.attachments.load().map(|list| list.contains(attachment));
+        if self.lock().contains_key(&attachment.place()) || matches!(is_listed, Ok(false)) {
+            // An operator has attached or detached the disk meanwhile.
+            return true;
+        }
         match self.serve(attachment, false).await {
             Ok(_) => true,
             Err(GatewayError::Disk(e @ (vdisk::Error::NoSuchDisk(_) | vdisk::Error::Attached { .. }))) => {
@@ -205,6 +235,7 @@ impl Gateway {
                 if let Err(e) = self.save_without(&attachment.place()) {
                     tracing::warn!(error = %e, "the list of attachments cannot be written");
                 }
+                self.remove_unlisted_devices().await;
                 true
             }
             Err(e) => {
@@ -214,24 +245,52 @@ impl Gateway {
         }
     }
 
-    /// Detaches a disk, and disconnects its guest or clients.
-    pub(crate) async fn detach(&self, place: &str) -> Result<(), GatewayError> {
+    /// Detaches a disk, and disconnects its guest or clients. Also gives up a disk that this gateway has
+    /// not attached again yet.
+    pub(crate) async fn detach(&self, pool: &str, name: &str) -> Result<(), GatewayError> {
         let _one_at_a_time = self.0.changing.lock().await;
-        let Some(served) = self.lock().remove(place) else {
-            return Err(GatewayError::NotHere(place.to_owned()));
-        };
-        self.save_without(place)?;
-        let ServedDisk { disk, front_end, .. } = served;
-        front_end.stop().await;
-        Ok(disk.detach().await?)
+        let place = format!("{pool}/{name}");
+        let served = self.lock().remove(&place);
+        match served {
+            Some(ServedDisk { disk, front_end, .. }) => {
+                drop(front_end);
+                if let Err(e) = disk.detach().await {
+                    // Its session may have ended. This one may change the record, too.
+                    tracing::debug!(disk = place, error = %e, "releasing a disk in another session");
+                    self.disks(pool)?.release(name, self.name()).await?;
+                }
+            }
+            None => {
+                let disks = self.disks(pool)?;
+                let is_owner = match disks.stat(name).await {
+                    Ok(header) => header.owner.is_some_and(|owner| owner.gateway == *self.name()),
+                    Err(vdisk::Error::NoSuchDisk(_)) => false,
+                    Err(e) => return Err(e.into()),
+                };
+                let is_listed = self.0.config.attachments.load()?.iter().any(|one| one.place() == place);
+                if !is_owner && !is_listed {
+                    return Err(GatewayError::NotHere(place));
+                }
+                disks.release(name, self.name()).await?;
+            }
+        }
+        // The list last: a gateway that ends meanwhile attaches the disk again, so nothing is left behind.
+        self.save_without(&place)?;
+        self.remove_unlisted_devices().await;
+        Ok(())
     }
 
-    /// Saves the list of attachments, with one more.
-    fn save_with(&self, one: Option<&DiskAttachment>) -> std::io::Result<()> {
-        let mut list: Vec<DiskAttachment> =
-            self.lock().values().map(|served| served.attachment.clone()).collect();
-        list.extend(one.cloned());
-        self.0.config.attachments.save(&list)
+    /// Removes the holder's devices whose disks are not listed: the gateway ended while it detached them,
+    /// or another gateway has taken them over. The caller holds the lock on changes.
+    async fn remove_unlisted_devices(&self) {
+        let Some(devices) = &self.0.devices else { return };
+        match self.0.config.attachments.load() {
+            Ok(list) => {
+                let listed: Vec<String> = list.iter().map(DiskAttachment::place).collect();
+                devices.remove_others(&listed).await;
+            }
+            Err(e) => tracing::warn!(error = %e, "the list of attachments cannot be read"),
+        }
     }
 
     fn save_without(&self, place: &str) -> std::io::Result<()> {
@@ -290,5 +349,15 @@ async fn keep_up(gateway: Weak<Shared>, wanted: Arc<Notify>) {
                 pause = (pause * 2).min(PAUSE_MAX);
             }
         }
+    }
+}
+
+/// Removes devices that no disk needs, after each connection to a holder.
+async fn remove_unlisted(gateway: Weak<Shared>, holder_found: Arc<Notify>) {
+    loop {
+        holder_found.notified().await;
+        let Some(shared) = gateway.upgrade() else { return };
+        let _one_at_a_time = shared.changing.lock().await;
+        Gateway(Arc::clone(&shared)).remove_unlisted_devices().await;
     }
 }

@@ -74,7 +74,7 @@ impl Gateway {
                 let attachment = DiskAttachment { pool, disk, front_end, is_read_only };
                 return self.attach(attachment, takes_over).await;
             }
-            DiskCommand::Detach { disk } => match self.detach(&place(&disk)).await {
+            DiskCommand::Detach { disk } => match self.detach(&pool, &disk).await {
                 Err(GatewayError::NotHere(_)) => return Ok(DiskReply::NotHere),
                 detached => detached?,
             },

@@ -1,6 +1,6 @@
 //! [`VhostDevices`]: serves vhost-user devices, whose connections the holder keeps.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
@@ -10,18 +10,22 @@ use std::time::Duration;
 use base::thread::ThreadClass;
 use disk::Disk;
 use holder::{
-    Done, Framing, FrontEndReply, HeldConnection, HeldMessage, HolderClient, HolderEvent, SharedFd,
+    ClientError, Done, Framing, FrontEndReply, HeldConnection, HeldMessage, HolderClient, HolderEvent,
+    HolderEvents, HolderRefusal, InventoryDevice, SharedFd,
 };
-use tokio::sync::{mpsc, watch};
+use tokio::sync::{Notify, mpsc, watch};
 use tokio::task::JoinHandle;
+use tokio::time::timeout;
 use vhost::{BlkDevice, DeviceOptions, SessionAnswer, VhostControl, VhostMessage, VhostSession};
 
 /// Pause before another attempt to reach the holder.
 const PAUSE: Duration = Duration::from_millis(200);
+/// Maximum time of a change of the holder's devices. Other changes wait meanwhile.
+const PATIENCE: Duration = Duration::from_secs(5);
 
 /// What the holder tells about one device.
 enum DeviceNews {
-    /// A front end has connected, or was connected before the gateway has started.
+    /// A front end has connected, or was connected before the gateway has.
     Connected(HeldConnection),
     Message {
         connection: u64,
@@ -31,16 +35,27 @@ enum DeviceNews {
     Disconnected {
         connection: u64,
     },
+    /// The gateway has connected to a holder again, which has this connection of the device.
+    Resumed {
+        connection: Option<u64>,
+    },
 }
 
 #[derive(Default)]
 struct DeviceTable {
-    /// Channels to the tasks of the devices, by the devices' names.
-    tasks: BTreeMap<String, mpsc::UnboundedSender<DeviceNews>>,
+    /// The devices that are served, by their names.
+    served: BTreeMap<String, ServedDevice>,
     /// Devices with connections that the holder has and that no task serves yet.
     waiting: BTreeMap<String, Vec<DeviceNews>>,
     /// Names of the devices that the holder has.
-    known: Vec<String>,
+    known: BTreeSet<String>,
+}
+
+/// A device that a task serves.
+struct ServedDevice {
+    path: PathBuf,
+    /// The channel to the task.
+    news: mpsc::UnboundedSender<DeviceNews>,
 }
 
 /// The connection to the holder, and the devices.
@@ -57,26 +72,30 @@ impl std::fmt::Debug for VhostDevices {
     }
 }
 
-/// A device that is being served. Dropping it stops the service, but leaves the device with the holder.
+/// A device that is being served. Dropping it stops the service. The holder keeps the device until
+/// [`VhostDevices::remove_others`].
 #[derive(Debug)]
 pub(crate) struct VhostDevice {
     name: String,
     devices: VhostDevices,
+    /// The channel to the task.
+    news: mpsc::WeakUnboundedSender<DeviceNews>,
     task: JoinHandle<()>,
 }
 
 impl VhostDevices {
-    /// Connects to the holder at `path`, and again whenever the connection is lost.
-    pub(crate) fn connect(path: PathBuf) -> VhostDevices {
+    /// Connects to the holder at `path`, and again whenever the connection is lost. `found` is notified
+    /// after each connection.
+    pub(crate) fn connect(path: PathBuf, found: Arc<Notify>) -> VhostDevices {
         let (sender, client) = watch::channel(None);
-        let devices = Arc::new(Mutex::new(DeviceTable::default()));
-        let task = receive(path, Arc::clone(&devices), sender);
-        base::task::spawn(ThreadClass::Client, task);
-        VhostDevices { devices, client }
+        let devices = VhostDevices { devices: Arc::default(), client };
+        let table = Arc::clone(&devices.devices);
+        base::task::spawn(ThreadClass::Client, stay_connected(path, table, sender, found));
+        devices
     }
 
     fn lock(&self) -> MutexGuard<'_, DeviceTable> {
-        self.devices.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.devices)
     }
 
     /// Returns the connection to the holder. Waits until there is one.
@@ -99,86 +118,161 @@ impl VhostDevices {
         path: &Path,
         disk: Arc<dyn Disk>,
     ) -> io::Result<VhostDevice> {
+        let none = |_| io::Error::other("the holder does not answer; start it");
+        let client = timeout(PATIENCE, self.client()).await.map_err(none)?;
         let (sender, news) = mpsc::unbounded_channel();
-        let client = self.client().await;
+        let weak = sender.downgrade();
         let is_known = {
             let mut devices = self.lock();
             for waiting in devices.waiting.remove(name).unwrap_or_default() {
                 drop(sender.send(waiting));
             }
-            devices.tasks.insert(name.to_owned(), sender);
-            devices.known.iter().any(|known| known == name)
+            devices.served.insert(name.to_owned(), ServedDevice { path: path.to_owned(), news: sender });
+            devices.known.contains(name)
         };
-        if !is_known && let Err(e) = client.add(name, path, Framing::VHOST_USER).await {
-            self.lock().tasks.remove(name);
-            return Err(io::Error::other(e));
-        }
         let task =
             Serving { name: name.to_owned(), path: path.to_owned(), devices: self.clone(), disk, news };
         let task = base::task::spawn(ThreadClass::Client, task.run());
-        Ok(VhostDevice { name: name.to_owned(), devices: self.clone(), task })
-    }
-}
-
-impl VhostDevice {
-    /// Stops the service and removes the device, which disconnects its front end.
-    pub(crate) async fn remove(self) {
-        let client = self.devices.client().await;
-        if let Err(e) = client.remove(&self.name).await {
-            tracing::warn!(device = self.name, error = %e, "the holder has not removed a device");
+        // From here on, an error removes the device from the table.
+        let device = VhostDevice { name: name.to_owned(), devices: self.clone(), news: weak, task };
+        if !is_known {
+            timeout(PATIENCE, self.add(&client, name, path))
+                .await
+                .map_err(none)?
+                .map_err(io::Error::other)?;
         }
-        self.devices.lock().known.retain(|known| *known != self.name);
+        Ok(device)
+    }
+
+    /// Adds a device to the holder, unless the holder has it.
+    async fn add(&self, client: &HolderClient, name: &str, path: &Path) -> Result<(), ClientError> {
+        match client.add(name, path, Framing::VHOST_USER).await {
+            Ok(()) | Err(ClientError::Refused(HolderRefusal::DeviceExists(_))) => {
+                self.lock().known.insert(name.to_owned());
+                Ok(())
+            }
+            Err(e) => Err(e),
+        }
+    }
+
+    /// Removes a device from the holder, which disconnects its front end.
+    async fn remove(&self, client: &HolderClient, name: &str) -> Result<(), ClientError> {
+        match client.remove(name).await {
+            Ok(()) | Err(ClientError::Refused(HolderRefusal::UnknownDevice(_))) => {
+                self.lock().known.remove(name);
+                Ok(())
+            }
+            Err(e) => Err(e),
+        }
+    }
+
+    /// Removes all devices of the holder except these. Devices that cannot be removed now are removed at the
+    /// next call.
+    pub(crate) async fn remove_others(&self, listed: &[String]) {
+        let Ok(client) = timeout(PATIENCE, self.client()).await else {
+            return tracing::warn!("the holder does not answer; devices are removed later");
+        };
+        let others: Vec<String> = {
+            let devices = self.lock();
+            devices.known.iter().filter(|name| !listed.contains(name)).cloned().collect()
+        };
+        for name in others {
+            match timeout(PATIENCE, self.remove(&client, &name)).await {
+                Ok(Ok(())) => {}
+                Ok(Err(e)) => {
+                    tracing::warn!(device = name, error = %e, "the holder has not removed a device")
+                }
+                Err(_) => tracing::warn!(device = name, "the holder does not answer; it keeps a device"),
+            }
+            self.lock().waiting.remove(&name);
+        }
     }
 }
 
 impl Drop for VhostDevice {
     fn drop(&mut self) {
         self.task.abort();
-        self.devices.lock().tasks.remove(&self.name);
+        let mut devices = self.devices.lock();
+        let is_own =
+            |served: &ServedDevice| self.news.upgrade().is_some_and(|news| news.same_channel(&served.news));
+        if devices.served.get(&self.name).is_some_and(is_own) {
+            devices.served.remove(&self.name);
+        }
     }
 }
 
-/// Receives the events of the holder, and passes them to the tasks of the devices.
-async fn receive(
+fn lock(devices: &Mutex<DeviceTable>) -> MutexGuard<'_, DeviceTable> {
+    devices.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Connects to the holder again and again, until the gateway ends.
+async fn stay_connected(
     path: PathBuf,
     devices: Arc<Mutex<DeviceTable>>,
     sender: watch::Sender<Option<HolderClient>>,
+    found: Arc<Notify>,
 ) {
-    let lock = || devices.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut is_warned = false;
     while !sender.is_closed() {
-        let (client, mut events) = match HolderClient::connect(&path).await {
-            Ok(connected) => connected,
-            Err(e) => {
-                tracing::warn!(error = %e, "cannot reach the holder");
-                tokio::time::sleep(PAUSE).await;
-                continue;
+        match HolderClient::connect(&path).await {
+            Ok((client, events)) => {
+                let link = HolderConnection { devices: &devices, sender: &sender, client, found: &found };
+                let Err(e) = link.receive(events).await else { return };
+                tracing::warn!(error = %e, "the connection to the holder has ended");
+                is_warned = false;
             }
-        };
-        lock().known.clear();
+            Err(e) if !is_warned => {
+                tracing::warn!(error = %e, "cannot reach the holder; trying again");
+                is_warned = true;
+            }
+            Err(e) => tracing::debug!(error = %e, "cannot reach the holder"),
+        }
+        sender.send_replace(None);
+        tokio::time::sleep(PAUSE).await;
+    }
+}
+
+/// A connection to the holder.
+struct HolderConnection<'a> {
+    devices: &'a Arc<Mutex<DeviceTable>>,
+    sender: &'a watch::Sender<Option<HolderClient>>,
+    client: HolderClient,
+    found: &'a Notify,
+}
+
+impl HolderConnection<'_> {
+    /// Receives the events of the holder, and passes them to the tasks of the devices. Returns when the
+    /// gateway ends.
+    async fn receive(&self, mut events: HolderEvents) -> Result<(), ClientError> {
+        let mut connected = BTreeMap::new();
+        {
+            // The holder tells everything again.
+            let mut devices = lock(self.devices);
+            devices.known.clear();
+            devices.waiting.clear();
+        }
         loop {
             let event = tokio::select! {
-                event = events.next() => event,
-                () = sender.closed() => return,
+                event = events.next() => event?,
+                () = self.sender.closed() => return Ok(()),
             };
             let (device, news) = match event {
-                Ok(HolderEvent::Device(device)) => {
-                    lock().known.push(device.device.clone());
-                    match device.front_end {
-                        Some(front_end) => (device.device, DeviceNews::Connected(front_end)),
-                        None => continue,
-                    }
+                HolderEvent::Device(InventoryDevice { device, front_end, .. }) => {
+                    lock(self.devices).known.insert(device.clone());
+                    let Some(front_end) = front_end else { continue };
+                    connected.insert(device.clone(), front_end.connection);
+                    (device, DeviceNews::Connected(front_end))
                 }
-                Ok(HolderEvent::InventoryComplete) => {
-                    sender.send_replace(Some(client.clone()));
+                HolderEvent::InventoryComplete => {
+                    self.resume(&connected);
                     continue;
                 }
-                Ok(HolderEvent::Connected { device, connection }) => {
+                HolderEvent::Connected { device, connection } => {
                     let front_end =
                         HeldConnection { connection, state: Default::default(), kept: Vec::new() };
                     (device, DeviceNews::Connected(front_end))
                 }
-                Ok(HolderEvent::Message(message)) => {
-                    let HeldMessage { device, connection, number, bytes, fds } = message;
+                HolderEvent::Message(HeldMessage { device, connection, number, bytes, fds }) => {
                     let fds = match fds.into_iter().map(owned).collect::<io::Result<Vec<OwnedFd>>>() {
                         Ok(fds) => fds,
                         Err(e) => {
@@ -189,23 +283,38 @@ async fn receive(
                     let message = VhostMessage { bytes: bytes.to_vec(), fds };
                     (device, DeviceNews::Message { connection, number, message })
                 }
-                Ok(HolderEvent::Disconnected { device, connection }) => {
+                HolderEvent::Disconnected { device, connection } => {
                     (device, DeviceNews::Disconnected { connection })
                 }
-                Ok(_) => continue,
-                Err(e) => {
-                    tracing::warn!(error = %e, "the connection to the holder has ended");
-                    break;
-                }
+                _ => continue,
             };
-            let mut devices = lock();
-            match devices.tasks.get(&device) {
-                Some(task) => drop(task.send(news)),
+            let mut devices = lock(self.devices);
+            match devices.served.get(&device) {
+                Some(served) => drop(served.news.send(news)),
                 None => devices.waiting.entry(device).or_default().push(news),
             }
         }
-        sender.send_replace(None);
-        tokio::time::sleep(PAUSE).await;
+    }
+
+    /// Tells the tasks which connections the holder still has, and adds the devices that it lacks.
+    fn resume(&self, connected: &BTreeMap<String, u64>) {
+        let devices = lock(self.devices);
+        for (name, ServedDevice { path, news }) in &devices.served {
+            drop(news.send(DeviceNews::Resumed { connection: connected.get(name).copied() }));
+            if !devices.known.contains(name) {
+                let (client, name, path) = (self.client.clone(), name.clone(), path.clone());
+                let table =
+                    VhostDevices { devices: Arc::clone(self.devices), client: self.sender.subscribe() };
+                base::task::spawn(ThreadClass::Client, async move {
+                    if let Err(e) = table.add(&client, &name, &path).await {
+                        tracing::warn!(device = name, error = %e, "cannot add a device to the holder again");
+                    }
+                });
+            }
+        }
+        drop(devices);
+        self.sender.send_replace(Some(self.client.clone()));
+        self.found.notify_one();
     }
 }
 
@@ -225,44 +334,54 @@ struct Serving {
 
 impl Serving {
     async fn run(mut self) {
-        while let Some(news) = self.news.recv().await {
-            if let DeviceNews::Connected(front_end) = news {
-                self.serve(front_end).await;
+        let mut next = None;
+        loop {
+            match next.take() {
+                Some(front_end) => next = self.serve(front_end).await,
+                None => match self.news.recv().await {
+                    Some(DeviceNews::Connected(front_end)) => next = Some(front_end),
+                    Some(_) => {}
+                    None => return,
+                },
             }
         }
     }
 
-    /// Serves a front end until it disconnects.
-    async fn serve(&mut self, front_end: HeldConnection) {
+    /// Serves a front end until it disconnects. Returns the next one if it has connected already.
+    async fn serve(&mut self, front_end: HeldConnection) -> Option<HeldConnection> {
         let HeldConnection { connection, state, kept } = front_end;
         let options = DeviceOptions::default();
         let device = match restored(&state, kept, &options) {
             Ok(session) => BlkDevice::with(Arc::clone(&self.disk), session, &options),
             Err(e) => {
                 tracing::warn!(device = self.name, error = %e, "cannot continue the session of a front end");
-                return self.disconnect().await;
+                self.disconnect().await;
+                return None;
             }
         };
-        let client = self.devices.client().await;
         let mut control = HolderControl {
             device: &self.name,
             connection,
-            client,
+            client: &self.devices.client,
             news: &mut self.news,
             number: 0,
+            last: None,
             has_ended: false,
+            next: None,
         };
         let ended = device.run(&mut control).await;
-        if let (Err(_), false) = (ended, control.has_ended) {
+        let HolderControl { has_ended, next, .. } = control;
+        if let (Err(_), false) = (ended, has_ended) {
             self.disconnect().await;
         }
+        next
     }
 
     /// Disconnects the front end. It may connect again.
     async fn disconnect(&self) {
         let client = self.devices.client().await;
-        let removed = client.remove(&self.name).await;
-        let added = client.add(&self.name, &self.path, Framing::VHOST_USER).await;
+        let removed = self.devices.remove(&client, &self.name).await;
+        let added = self.devices.add(&client, &self.name, &self.path).await;
         if let Err(e) = removed.and(added) {
             tracing::warn!(device = self.name, error = %e, "cannot disconnect a front end");
         }
@@ -282,11 +401,16 @@ fn restored(state: &[u8], kept: Vec<(u64, SharedFd)>, options: &DeviceOptions) -
 struct HolderControl<'a> {
     device: &'a str,
     connection: u64,
-    client: HolderClient,
+    client: &'a watch::Receiver<Option<HolderClient>>,
     news: &'a mut mpsc::UnboundedReceiver<DeviceNews>,
     /// Number of the message that was received last.
     number: u64,
+    /// The last answer. The holder repeats a message if it has not received the answer before the
+    /// connection to the gateway was lost.
+    last: Option<Done>,
     has_ended: bool,
+    /// Another front end, which has connected.
+    next: Option<HeldConnection>,
 }
 
 impl HolderControl<'_> {
@@ -297,17 +421,48 @@ impl HolderControl<'_> {
                 Some(DeviceNews::Message { connection, number, message })
                     if connection == self.connection =>
                 {
-                    self.number = number;
-                    return Some(message);
+                    if number > self.number {
+                        self.number = number;
+                        return Some(message);
+                    }
+                    let last = self.last.clone().filter(|last| last.number == number);
+                    if let Some(last) = last
+                        && let Err(e) = self.send(last).await
+                    {
+                        tracing::debug!(device = self.device, error = %e, "cannot repeat an answer");
+                    }
                 }
                 Some(DeviceNews::Disconnected { connection }) if connection == self.connection => {
                     self.has_ended = true;
+                }
+                Some(DeviceNews::Resumed { connection }) => {
+                    self.has_ended = connection != Some(self.connection);
+                }
+                Some(DeviceNews::Connected(front_end)) if front_end.connection != self.connection => {
+                    self.has_ended = true;
+                    self.next = Some(front_end);
                 }
                 Some(_) => {}
                 None => self.has_ended = true,
             }
         }
         None
+    }
+
+    /// Sends an answer. Without a connection to the holder, has no effect: the holder then repeats the
+    /// message, or the front end's connection has ended.
+    async fn send(&self, done: Done) -> Result<(), ClientError> {
+        let client = self.client.borrow().clone();
+        let Some(client) = client else { return Ok(()) };
+        match client.done(done).await {
+            Err(
+                ClientError::Lost(_)
+                | ClientError::Replaced
+                | ClientError::Protocol(_)
+                | ClientError::Refused(HolderRefusal::NotPending { .. }),
+            ) => Ok(()),
+            answered => answered,
+        }
     }
 }
 
@@ -329,7 +484,8 @@ impl VhostControl for HolderControl<'_> {
                 .map(|(bytes, fds)| FrontEndReply { bytes, fds: fds.into_iter().map(Arc::new).collect() }),
             close: false,
         };
-        self.client.done(done).await.map_err(io::Error::other)
+        self.last = Some(done.clone());
+        self.send(done).await.map_err(io::Error::other)
     }
 
     async fn disconnected(&mut self) {

@@ -9,8 +9,8 @@ use base::clock::WallClock;
 use client::engine::MemEngine;
 use client::{Client, Options};
 use gateway::{AttachmentFile, Gateway, GatewayConfig};
-use holder::{Holder, HolderConfig};
-use tokio::io::AsyncReadExt;
+use holder::{Framing, Holder, HolderClient, HolderConfig, HolderEvent};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 use tokio::task::LocalSet;
 use vdisk::OpenSession;
@@ -163,4 +163,143 @@ async fn a_vhost_user_device_stays_with_the_holder_while_the_gateway_restarts() 
         assert!(matches!(stat, DiskReply::Disks(disks) if disks[0].gateway.is_none()), "it was detached");
     };
     LocalSet::new().run_until(test).await;
+}
+
+/// Asks a vhost-user device for its features.
+async fn ask_features(front_end: &mut UnixStream) -> std::io::Result<u64> {
+    let (get_features, version, no_payload) = (1_u32, 1_u32, 0_u32);
+    let request = [get_features, version, no_payload].map(u32::to_le_bytes).concat();
+    front_end.write_all(&request).await?;
+    let mut reply = [0; 20];
+    front_end.read_exact(&mut reply).await?;
+    Ok(u64::from_le_bytes(reply[12..].try_into().unwrap()))
+}
+
+async fn connected(path: &str) -> UnixStream {
+    eventually("the socket exists", async || UnixStream::connect(path).await.is_ok()).await;
+    UnixStream::connect(path).await.unwrap()
+}
+
+#[tokio::test]
+async fn a_front_end_gets_all_answers_while_the_link_to_the_holder_is_lost() {
+    let world = World::new().await;
+    let control = world.path("holder.sock");
+    let test = async {
+        let holder = Holder::bind(HolderConfig::new(Path::new(&control))).unwrap();
+        tokio::task::spawn_local(holder.run(std::future::pending::<()>()));
+        let (path, other) = (world.path("vhost.sock"), world.path("other.sock"));
+        let gateway = world.gateway("one", true);
+        for (disk, path) in [("vm", &path), ("other", &other)] {
+            ask(&gateway, create(disk)).await.unwrap();
+            ask(&gateway, attach(disk, FrontEnd::VhostUser(path.clone()), false)).await.unwrap();
+        }
+        let mut front_end = connected(&path).await;
+        let features = ask_features(&mut front_end).await.unwrap();
+        assert_ne!(features, 0);
+        for round in 0..5 {
+            let asking = async {
+                for _ in 0..20 {
+                    assert_eq!(ask_features(&mut front_end).await.unwrap(), features);
+                }
+            };
+            let replacing = async {
+                tokio::time::sleep(Duration::from_micros(300 * round)).await;
+                // A newer gateway replaces the connection, and then ends.
+                let replaced = HolderClient::connect(Path::new(&control)).await.unwrap();
+                tokio::time::sleep(Duration::from_millis(5)).await;
+                drop(replaced);
+            };
+            let both = async { tokio::join!(asking, replacing) };
+            tokio::time::timeout(Duration::from_secs(20), both).await.expect("all requests are answered");
+        }
+        // Another front end takes the place of this one while there is no link.
+        let replaced = HolderClient::connect(Path::new(&control)).await.unwrap();
+        drop(front_end);
+        let mut next = connected(&path).await;
+        tokio::time::sleep(Duration::from_millis(20)).await;
+        drop(replaced);
+        assert_eq!(ask_features(&mut next).await.unwrap(), features);
+        drop(gateway);
+    };
+    LocalSet::new().run_until(test).await;
+}
+
+#[tokio::test]
+async fn a_holder_that_starts_again_gets_the_devices_again_and_loses_unlisted_ones() {
+    let world = World::new().await;
+    let control = world.path("holder.sock");
+    let test = async {
+        let start = || {
+            let holder = Holder::bind(HolderConfig::new(Path::new(&control))).unwrap();
+            tokio::task::spawn_local(holder.run(std::future::pending::<()>()))
+        };
+        let running = start();
+        let (path, ghost) = (world.path("vhost.sock"), world.path("ghost.sock"));
+        let gateway = world.gateway("one", true);
+        ask(&gateway, create("vm")).await.unwrap();
+        ask(&gateway, attach("vm", FrontEnd::VhostUser(path.clone()), false)).await.unwrap();
+        let mut front_end = connected(&path).await;
+        let features = ask_features(&mut front_end).await.unwrap();
+        running.abort();
+        running.await.unwrap_err();
+        assert!(ask_features(&mut front_end).await.is_err(), "the holder has ended");
+        let _running = start();
+        let mut front_end = connected(&path).await;
+        assert_eq!(ask_features(&mut front_end).await.unwrap(), features);
+
+        // A device that the gateway has left behind.
+        let (client, mut events) = HolderClient::connect(Path::new(&control)).await.unwrap();
+        while !matches!(events.next().await.unwrap(), HolderEvent::InventoryComplete) {}
+        client.add("pool/ghost", Path::new(&ghost), Framing::VHOST_USER).await.unwrap();
+        drop((client, events));
+        eventually("the device is removed", async || UnixStream::connect(&ghost).await.is_err()).await;
+        assert_eq!(ask_features(&mut front_end).await.unwrap(), features);
+        drop(gateway);
+    };
+    LocalSet::new().run_until(test).await;
+}
+
+#[tokio::test]
+async fn a_disk_that_cannot_be_attached_again_can_be_detached() {
+    let world = World::new().await;
+    let path = world.path("vm.sock");
+    let gateway = world.gateway("one", false);
+    ask(&gateway, create("vm")).await.unwrap();
+    ask(&gateway, attach("vm", FrontEnd::Nbd(path.clone()), false)).await.unwrap();
+    drop(gateway);
+    eventually("the first gateway has ended", async || !Path::new(&path).exists()).await;
+    std::fs::write(&path, "not a socket").unwrap();
+    let gateway = world.gateway("one", false);
+    let detached = ask(&gateway, DiskCommand::Detach { disk: "vm".into() }).await;
+    assert_eq!(detached, Ok(DiskReply::Done));
+    let stat = ask(&gateway, DiskCommand::Stat { disk: "vm".into() }).await.unwrap();
+    assert!(matches!(stat, DiskReply::Disks(disks) if disks[0].gateway.is_none()));
+    std::fs::remove_file(&path).unwrap();
+    tokio::time::sleep(Duration::from_millis(500)).await;
+    assert!(!Path::new(&path).exists(), "the gateway does not attach it later");
+    let again = ask(&gateway, DiskCommand::Detach { disk: "vm".into() }).await;
+    assert_eq!(again, Ok(DiskReply::NotHere));
+}
+
+#[tokio::test]
+async fn a_disk_that_another_gateway_has_taken_over_can_be_attached_again() {
+    let world = World::new().await;
+    let (path, second) = (world.path("one.sock"), world.path("two.sock"));
+    let (one, two) = (world.gateway("one", false), world.gateway("two", false));
+    ask(&one, create("vm")).await.unwrap();
+    ask(&one, attach("vm", FrontEnd::Nbd(path.clone()), false)).await.unwrap();
+    ask(&two, attach("vm", FrontEnd::Nbd(second), true)).await.unwrap();
+    let snapshot = |name: &str| DiskCommand::Snapshot { disk: "vm".into(), snapshot: name.into() };
+    // The first gateway learns that it has lost the disk.
+    ask(&one, snapshot("a")).await.unwrap_err();
+    assert_eq!(ask(&one, snapshot("b")).await, Ok(DiskReply::NotHere));
+    let taken = refused(ask(&one, attach("vm", FrontEnd::Nbd(path.clone()), false)).await);
+    assert!(taken.contains("attached to two"), "{taken}");
+    ask(&one, attach("vm", FrontEnd::Nbd(path.clone()), true)).await.unwrap();
+    assert!(has_server(&path).await);
+    ask(&one, snapshot("c")).await.unwrap();
+    // Detaching a lost disk only ends its front end.
+    ask(&two, snapshot("d")).await.unwrap_err();
+    ask(&two, DiskCommand::Detach { disk: "vm".into() }).await.unwrap();
+    ask(&one, snapshot("e")).await.unwrap();
 }

@@ -169,8 +169,7 @@ impl AttachedDisk {
     pub async fn snapshot(&self, snapshot: &str) -> Result<()> {
         crate::names::check_name("snapshot", snapshot)?;
         self.finish_trim().await?;
-        let disks = self.0.view().disks.clone();
-        let layer = disks.directory.allocate(1).await?;
+        let layer = self.0.in_session(async |disks| disks.directory.allocate(1).await).await?;
         let (snapshot, now_ms) = (snapshot.to_owned(), self.0.options.clock.now_ms());
         let add = move |header: &mut DiskHeader| match header.layers.iter().any(|one| one.id == layer) {
             true => Ok(()),
@@ -192,9 +191,11 @@ impl AttachedDisk {
 
     /// Removes the data after the end of a disk that was made smaller.
     async fn finish_trim(&self) -> Result<()> {
-        let disks = self.0.view().disks.clone();
-        let (header, _) = self.0.load_own(&disks).await?;
-        disks.trim(&header).await
+        let trim = async |disks: Disks| {
+            let (header, _) = self.0.load_own(&disks).await?;
+            disks.trim(&header).await
+        };
+        self.0.in_session(trim).await
     }
 
     /// Changes the record of the disk while no request is in progress. The change goes on if the caller
@@ -338,8 +339,33 @@ impl AttachedState {
         let (header, version) = disks.load(&self.name).await?;
         match &header.owner {
             Some(owner) if owner.name == *own.as_bytes() => Ok((header, version)),
-            Some(owner) => Err(Error::Attached { disk: header.name.clone(), owner: owner.gateway.clone() }),
+            Some(owner) => {
+                let e = Error::Attached { disk: header.name.clone(), owner: owner.gateway.clone() };
+                // An owner of this gateway may be another session of this attachment.
+                if owner.gateway != self.options.gateway {
+                    self.finish(DiskError::Detached(e.to_string()));
+                }
+                Err(e)
+            }
             None => Err(Error::InUse(format!("the disk \"{}\" is not attached", header.name))),
+        }
+    }
+
+    /// Makes an attempt in the disk's session, and another one in each session that replaces it.
+    async fn in_session<T>(&self, attempt: impl AsyncFn(Disks) -> Result<T>) -> Result<T> {
+        loop {
+            let (disks, epoch) = {
+                let view = self.view();
+                (view.disks.clone(), view.epoch)
+            };
+            match attempt(disks).await {
+                Err(Error::Client(e)) if is_over(&e) => {
+                    if !self.recover(epoch, &e).await {
+                        return Err(e.into());
+                    }
+                }
+                done => return done,
+            }
         }
     }
 

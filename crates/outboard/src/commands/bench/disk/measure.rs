@@ -171,7 +171,7 @@ impl DiskBench {
         let cleaned = async {
             // The snapshot has a clone until the upkeep has removed its data.
             let open_session = Arc::clone(&self.sessions);
-            let worker = vdisk::Worker { gateway: transfer::name("bench"), open_session };
+            let worker = vdisk::DiskWorker { gateway: transfer::name("bench"), open_session };
             self.disks.upkeep(&worker).await?;
             self.disks.remove_snapshot(&self.snapshot).await?;
             self.disks.upkeep(&worker).await
