@@ -21,8 +21,12 @@ use crate::shard::Shard;
 use crate::turnstile::{PendingChange, Ticket, Turn};
 
 /// First pause before another attempt after the store became unreachable. The pause doubles up to
-/// half a second.
+/// [`PAUSE_MAX`].
 const PAUSE: Duration = Duration::from_millis(5);
+const PAUSE_MAX: Duration = Duration::from_millis(500);
+
+/// Number of attempts that may fail because other changes have failed, before an attempt waits.
+const WITHDRAWALS: u32 = 10;
 
 /// Maximum time that a change waits for other changes and trims to free space.
 const SPACE_PATIENCE: Duration = Duration::from_secs(5);
@@ -106,6 +110,7 @@ impl Change<'_> {
         let began = Instant::now();
         let until = began + self.patience;
         let mut pause = PAUSE;
+        let mut withdrawals = 0;
         loop {
             let incarnation = self.place.pg.backing.incarnation();
             match self.attempt(&mut progress, &gather).await {
@@ -136,6 +141,16 @@ impl Change<'_> {
                 Err(Fail::Refused(e)) => return Err(e),
                 Err(Fail::Withdrawn) => {
                     metrics::counter!("outboard_osd_changes_withdrawn_total").increment(1);
+                    withdrawals += 1;
+                    if withdrawals > WITHDRAWALS {
+                        // Perhaps a target has lost an object that the change depends on.
+                        if Instant::now() >= until {
+                            let why = "its targets do not agree about the object; scrub the pool";
+                            return Err(unavailable(why.into()));
+                        }
+                        tokio::time::sleep(pause).await;
+                        pause = (pause * 2).min(PAUSE_MAX);
+                    }
                 }
                 Err(Fail::Lost(why)) if Instant::now() >= until => return Err(unavailable(why)),
                 Err(Fail::Lost(why)) if self.place.pg.has_lost_target() => {
@@ -150,7 +165,7 @@ impl Change<'_> {
                     progress.ticket.iter().for_each(Ticket::keep_place);
                     self.place.pg.backing.lost(incarnation);
                     tokio::time::sleep(pause).await;
-                    pause = (pause * 2).min(Duration::from_millis(500));
+                    pause = (pause * 2).min(PAUSE_MAX);
                 }
             }
         }

@@ -147,14 +147,18 @@ impl Osd {
     /// Ends a session for good, as [`fence`](Self::fence) does, by order of an operator.
     ///
     /// # Errors
-    /// [`Error::CommandRefused`] if there is no such session of this tenant; with `None`, of any tenant.
-    /// Otherwise those of [`fence`](Self::fence).
+    /// [`Error::CommandRefused`] if no such session of this tenant has a slot. With `None`, if the node
+    /// cannot have created the session; it need not have a slot. Otherwise those of
+    /// [`fence`](Self::fence).
     pub(crate) async fn kill_session(
         self: &Rc<Self>,
         id: SessionId,
         tenant: Option<u32>,
     ) -> wire::Result<()> {
-        if !self.list_sessions(tenant).iter().any(|session| session.id == id) {
+        let generations = SessionId::FIRST_GENERATION..=self.shard.age.generation();
+        let is_possible = generations.contains(&id.generation()) && id.number() > 0;
+        let is_listed = self.list_sessions(tenant).iter().any(|session| session.id == id);
+        if !is_listed && (tenant.is_some() || !is_possible) {
             let why = format!("there is no session {id}; see `outboard session ls`");
             return Err(Error::CommandRefused(why));
         }
@@ -164,15 +168,19 @@ impl Osd {
     /// Ends a session of the client `owner` for good, on behalf of another session of this client.
     ///
     /// # Errors
-    /// [`Error::SessionRefused`] if the node did not create the session for this client. Otherwise those
-    /// of [`fence`](Self::fence).
+    /// [`Error::SessionRefused`] if the node did not create the session for this client, unless the session
+    /// has ended. Otherwise those of [`fence`](Self::fence).
     pub(crate) async fn fence_for(
         self: &Rc<Self>,
         session: SessionId,
         owner: &SessionOwner,
     ) -> wire::Result<()> {
-        if !self.slots.borrow().belongs_to(session, owner) {
-            let why = "this node did not create it for this client".to_owned();
+        // A session that an operator has ended may have been another client's.
+        let has_ended = self.shard.map.borrow().ended.has(session);
+        if !has_ended && !self.slots.borrow().belongs_to(session, owner) {
+            let why = "this node did not create it for this client. If it is an earlier owner's of a disk, \
+                       end it with `outboard session kill ID` as administrator of the node";
+            let why = why.to_owned();
             return Err(Error::SessionRefused { session, why });
         }
         self.fence(session).await

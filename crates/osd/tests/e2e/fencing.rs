@@ -10,7 +10,7 @@ use client::{Client, Object, Options};
 use futures::future::join_all;
 use messenger::{BulkSource, UseAs};
 use tokio::sync::watch;
-use wire::{Data, Error, Mutation, OpBytes, ReplyBody, RequestBody, SessionId};
+use wire::{AdminRequest, Data, Error, Mutation, OpBytes, ReplyBody, RequestBody, SessionId};
 
 use crate::common::{Node, capability, data, stack};
 use crate::raw::{Raw, head, mutate};
@@ -231,4 +231,16 @@ async fn a_client_fences_only_its_own_sessions() {
     let own = strands.call(1, 1, fence(session)).await;
     assert!(matches!(own, Err(Error::BadRequest(_))), "{own:?}");
     assert_eq!(strands.open(2, Some(session), &capability).await, Ok(session));
+
+    // An administrator ends it, also while it is not connected.
+    drop(strands);
+    let administrator = world.client("node admin").await.unwrap();
+    for id in [SessionId(1), SessionId(u128::MAX)] {
+        administrator.administer(AdminRequest::KillSession(id)).await.unwrap_err();
+    }
+    administrator.administer(AdminRequest::KillSession(session)).await.unwrap();
+    assert_eq!(others.call(1, 2, fence(session)).await, Ok(ReplyBody::Fenced));
+    let mut strands = Strands::connect(world.stack("films/owner"), world.endpoint()).await;
+    let refused = strands.open(1, Some(session), &capability).await;
+    assert!(matches!(refused, Err(Error::SessionRefused { .. })), "{refused:?}");
 }

@@ -268,7 +268,7 @@ pub(crate) fn query(object: &str) -> RequestBody {
 
 impl World {
     /// Returns a client of a user.
-    async fn client(&self, column: &str) -> client::Result<Client> {
+    pub(crate) async fn client(&self, column: &str) -> client::Result<Client> {
         let options = Options { stack: network(), trust: self.caller(column), ..Options::default() };
         let engine = NativeEngine::connect(&self.node.endpoint, &options).await?;
         Ok(Client::over(Arc::new(engine), options))
