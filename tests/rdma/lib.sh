@@ -8,6 +8,9 @@ work=$(cd "$repository" && realpath -m "${CARGO_TARGET_DIR:-target}")/rdma
 image=$work/image
 report=$work/report
 
+# The command line of the guest's kernel.
+kernel_options="console=ttyS0 panic=-1 oops=panic mitigations=off nokaslr tsc=reliable nowatchdog rcupdate.rcu_cpu_stall_suppress=1"
+
 # The exit status of a script if the tests cannot run on this machine, which is not a failure.
 skipped=77
 

@@ -19,7 +19,7 @@ use super::config::SuperviseSection;
 use super::dir::NodeDir;
 use super::logging;
 use super::roster::{ExpectedNode, KnownTarget, Roster};
-use super::state::Role;
+use super::state::{NodeState, Role};
 use super::units::ByteSize;
 use super::watchdog::{self, Watchdog, awake_for};
 
@@ -177,6 +177,9 @@ impl Keeper {
         for known in self.known_targets() {
             command.args(["--known-target".into(), known.to_argument()]);
         }
+        if let Some(endpoint) = self.node_endpoint() {
+            command.args(["--endpoint", &endpoint]);
+        }
         if let Some(node) = expected.node {
             command.args(["--expected-node", &node.to_string()]);
         }
@@ -211,6 +214,15 @@ impl Keeper {
         match (self.spec.role, Roster::load(&self.spec.dir)) {
             (Role::Osd | Role::Node, Ok(Some(roster))) => roster.expected(),
             _ => ExpectedNode::default(),
+        }
+    }
+
+    /// Returns the address at which the osd serves clients, for the command line of the gateway. The osd
+    /// may have chosen its port.
+    fn node_endpoint(&self) -> Option<String> {
+        match self.spec.role {
+            Role::Gateway => NodeState::load(&self.spec.dir).and_then(|state| state.endpoint),
+            _ => None,
         }
     }
 

@@ -147,8 +147,8 @@ impl Osd {
     /// Ends a session for good, as [`fence`](Self::fence) does, by order of an operator.
     ///
     /// # Errors
-    /// [`Error::CommandRefused`] if no such session of this tenant has a slot. With `None`, if the node
-    /// cannot have created the session; it need not have a slot. Otherwise those of
+    /// [`Error::CommandRefused`] if no such session of this tenant has a slot. With `None`, if the session
+    /// has ended, or the node cannot have created it; it need not have a slot. Otherwise those of
     /// [`fence`](Self::fence).
     pub(crate) async fn kill_session(
         self: &Rc<Self>,
@@ -158,7 +158,8 @@ impl Osd {
         let generations = SessionId::FIRST_GENERATION..=self.shard.age.generation();
         let is_possible = generations.contains(&id.generation()) && id.number() > 0;
         let is_listed = self.list_sessions(tenant).iter().any(|session| session.id == id);
-        if !is_listed && (tenant.is_some() || !is_possible) {
+        let has_ended = self.shard.map.borrow().ended.has(id);
+        if !is_listed && (tenant.is_some() || !is_possible || has_ended) {
             let why = format!("there is no session {id}; see `outboard session ls`");
             return Err(Error::CommandRefused(why));
         }

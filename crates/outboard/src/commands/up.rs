@@ -369,9 +369,8 @@ fn front_roles(dir: &NodeDir, config: &Config) -> std::result::Result<Vec<RoleSp
     };
     let holder = spec(Role::Holder, &["--socket", HOLDER_SOCKET], 3)?;
     let GatewaySection { name, credentials, .. } = &config.gateway;
-    let reach = ["--endpoint", &config.listen, "--credentials", credentials];
-    let own = ["--name", name, "--holder", HOLDER_SOCKET];
-    Ok(vec![holder, spec(Role::Gateway, &[reach, own].concat(), 4)?])
+    let gateway = ["--credentials", credentials, "--name", name, "--holder", HOLDER_SOCKET];
+    Ok(vec![holder, spec(Role::Gateway, &gateway, 4)?])
 }
 
 /// Returns the roles of a node in the order in which they start.

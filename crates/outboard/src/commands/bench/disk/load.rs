@@ -21,6 +21,9 @@ use node::progress::ProgressMeter;
 /// Extra length, in bytes, of the buffer of random data. Writes start at different offsets of the buffer.
 const NOISE_SHIFT: usize = 1 << 16;
 
+/// Length of the parts of a measurement whose longest requests are compared.
+pub const WINDOW: Duration = Duration::from_millis(500);
+
 /// The load of one round on a disk.
 pub struct DiskLoad {
     disk: AttachedDisk,
@@ -33,6 +36,8 @@ pub struct DiskLoad {
     /// Chunks that were not written yet, in the workload `clone-first-write`.
     chunks: RefCell<Vec<u64>>,
     result: RefCell<LoadResult>,
+    /// The longest request that completed in each [`WINDOW`].
+    longest: RefCell<Vec<Duration>>,
 }
 
 impl DiskLoad {
@@ -60,15 +65,17 @@ impl DiskLoad {
             started: Cell::new(0),
             chunks: RefCell::new(chunks),
             result: RefCell::new(LoadResult::new()?),
+            longest: RefCell::default(),
         })
     }
 
-    /// Runs the load from `start` on for `duration`, with `depth` requests in flight.
-    pub async fn run(self, start: Instant, duration: Duration, depth: u32) -> LoadResult {
+    /// Runs the load from `start` on for `duration`, with `depth` requests in flight. Returns the result,
+    /// and the longest request that completed in each [`WINDOW`].
+    pub async fn run(self, start: Instant, duration: Duration, depth: u32) -> (LoadResult, Vec<Duration>) {
         join_all((0..depth).map(|_| self.operate(start, duration))).await;
         let mut result = self.result.into_inner();
         result.ended = Some(Instant::now());
-        result
+        (result, self.longest.into_inner())
     }
 
     async fn operate(&self, start: Instant, duration: Duration) {
@@ -91,6 +98,12 @@ impl DiskLoad {
     /// Records a request that has just ended.
     fn record(&self, kind: OpKind, outcome: disk::Result<()>, start: Instant, due: Instant) {
         let now = Instant::now();
+        let window = ((now - start).as_nanos() / WINDOW.as_nanos()) as usize;
+        let mut longest = self.longest.borrow_mut();
+        if longest.len() <= window {
+            longest.resize(window + 1, Duration::ZERO);
+        }
+        longest[window] = longest[window].max(now - due);
         let mut result = self.result.borrow_mut();
         match outcome {
             Ok(()) => match kind {
@@ -112,7 +125,7 @@ impl DiskLoad {
         let mut random = |size: u64| rng.random_range(0..size / block) * block;
         Some(match self.workload {
             DiskWorkload::Seqwrite => (OpKind::Write, number * block % span),
-            DiskWorkload::Randwrite => (OpKind::Write, random(span)),
+            DiskWorkload::Randwrite | DiskWorkload::Snapshots => (OpKind::Write, random(span)),
             DiskWorkload::Randread => (OpKind::Read, random(span)),
             DiskWorkload::Mix => {
                 let offset = random(span);

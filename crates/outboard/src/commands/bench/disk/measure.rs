@@ -10,8 +10,8 @@ use client::Client;
 use node::failure::{Doing, Result};
 use vdisk::{AttachedDisk, Disks, OpenSession, SnapshotName};
 
-use super::load::{DiskLoad, fill};
-use super::report::{DiskBenchReport, Subject, SubjectSum};
+use super::load::{DiskLoad, WINDOW, fill};
+use super::report::{DiskBenchReport, SnapshotSum, Subject, SubjectSum};
 use super::{DiskBenchArgs, DiskLayout, DiskWorkload, failed};
 use crate::commands::bench::clients::show_time;
 use crate::commands::bench::load::{ClientLoad, LoadResult, SharedLoad};
@@ -32,6 +32,8 @@ struct DiskBench {
     clone: DiskPath,
     /// The attached clone.
     attached_clone: RefCell<Option<AttachedDisk>>,
+    /// What the workload `snapshots` has measured.
+    snapshots: RefCell<SnapshotSum>,
     ranges: Arc<SharedLoad>,
     whole: Arc<SharedLoad>,
 }
@@ -61,6 +63,7 @@ pub async fn measure(
         snapshot: SnapshotName { disk: args.disk.disk.clone(), snapshot: unique },
         clone,
         attached_clone: RefCell::new(None),
+        snapshots: RefCell::default(),
         ranges: Arc::new(SharedLoad::new(&args.on_objects(layout, false))?),
         whole: Arc::new(SharedLoad::new(&args.on_objects(layout, true))?),
         disk,
@@ -109,7 +112,7 @@ impl DiskBench {
                 sums[number].add(result, seconds, cpu)?;
             }
         }
-        DiskBenchReport::new(&self.args, self.layout, sums)
+        DiskBenchReport::new(&self.args, self.layout, sums, &self.snapshots.borrow())
     }
 
     /// Measures a subject. Returns the result, its duration in seconds, and the CPU time of this process.
@@ -120,27 +123,75 @@ impl DiskBench {
             Subject::Disk if is_first_write => {
                 let clone = self.make_clone().await?;
                 let load = DiskLoad::new(&clone, self.args.workload, self.layout, round)?;
-                let measured = timed(|start| load.run(start, duration, self.args.depth)).await;
+                let measured = timed(async |start| load.run(start, duration, self.args.depth).await.0).await;
                 self.remove_clone().await?;
+                measured
+            }
+            Subject::Disk if self.args.workload == DiskWorkload::Snapshots => {
+                let load = DiskLoad::new(&self.disk, self.args.workload, self.layout, round)?;
+                let measured = timed(async |start| {
+                    let loading = load.run(start, duration, self.args.depth);
+                    let ((result, longest), taken) =
+                        tokio::join!(loading, self.take_snapshots(start, duration));
+                    self.snapshots.borrow_mut().add(&longest, taken);
+                    result
+                });
+                let measured = measured.await;
+                self.remove_snapshots().await?;
                 measured
             }
             Subject::Disk => {
                 let load = DiskLoad::new(&self.disk, self.args.workload, self.layout, round)?;
-                timed(|start| load.run(start, duration, self.args.depth)).await
+                timed(async |start| load.run(start, duration, self.args.depth).await.0).await
             }
             Subject::Ranges => {
                 let load = self.on(&self.ranges)?;
-                timed(|start| load.run(start, self.args.depth)).await
+                timed(async |start| load.run(start, self.args.depth).await).await
             }
             Subject::Whole => {
                 let load = self.on(&self.whole)?;
-                timed(|start| load.run(start, self.args.depth)).await
+                timed(async |start| load.run(start, self.args.depth).await).await
             }
         }
     }
 
     fn on(&self, objects: &Arc<SharedLoad>) -> Result<ClientLoad> {
         ClientLoad::new(&self.client, objects, 0)
+    }
+
+    /// Takes a snapshot in every other window of a measurement. Returns the windows, and how long the
+    /// snapshots took.
+    async fn take_snapshots(&self, start: Instant, duration: Duration) -> Vec<(usize, Duration)> {
+        let windows = (duration.as_nanos() / WINDOW.as_nanos()) as usize;
+        let mut taken = Vec::new();
+        for window in (1..windows).step_by(2) {
+            // Requests of the window before have completed.
+            let at = start + WINDOW * window as u32 + WINDOW / 5;
+            tokio::time::sleep_until(at.into()).await;
+            let began = Instant::now();
+            let name = format!("{}-{window}", self.snapshot.snapshot);
+            match self.disk.snapshot(&name).await {
+                Ok(()) => taken.push((window, began.elapsed())),
+                Err(e) => output::note(format!("a snapshot has failed: {e}")),
+            }
+        }
+        taken
+    }
+
+    /// Removes the snapshots that [`take_snapshots`](Self::take_snapshots) has taken.
+    async fn remove_snapshots(&self) -> Result<()> {
+        let doing = "removing the snapshots";
+        let header = self.disks.stat(&self.snapshot.disk).await.doing(doing)?;
+        let prefix = format!("{}-", self.snapshot.snapshot);
+        for one in header.snapshots.iter().filter(|one| one.name.starts_with(&prefix)) {
+            let (disk, snapshot) = (self.snapshot.disk.clone(), one.name.clone());
+            self.disks.remove_snapshot(&SnapshotName { disk, snapshot }).await.doing(doing)?;
+        }
+        self.disks.upkeep(&self.worker()).await.map(drop).doing(doing)
+    }
+
+    fn worker(&self) -> vdisk::DiskWorker {
+        vdisk::DiskWorker { gateway: transfer::name("bench"), open_session: Arc::clone(&self.sessions) }
     }
 
     async fn make_clone(&self) -> Result<AttachedDisk> {
@@ -163,15 +214,21 @@ impl DiskBench {
 
     /// Removes the clone and the snapshot, if they exist.
     async fn clean_up(&self) {
-        if self.args.workload != DiskWorkload::CloneFirstWrite {
-            return;
+        match self.args.workload {
+            DiskWorkload::CloneFirstWrite => {}
+            DiskWorkload::Snapshots => {
+                if let Err(e) = self.remove_snapshots().await {
+                    output::note(format!("snapshots of {} may remain: {e}", self.args.disk));
+                }
+                return;
+            }
+            _ => return,
         }
         // A clone exists only after a failure or a signal.
         let _ = self.remove_clone().await;
         let cleaned = async {
             // The snapshot has a clone until the upkeep has removed its data.
-            let open_session = Arc::clone(&self.sessions);
-            let worker = vdisk::DiskWorker { gateway: transfer::name("bench"), open_session };
+            let worker = self.worker();
             self.disks.upkeep(&worker).await?;
             self.disks.remove_snapshot(&self.snapshot).await?;
             self.disks.upkeep(&worker).await
@@ -184,9 +241,7 @@ impl DiskBench {
 }
 
 /// Runs a load. Returns its result, its duration in seconds, and the CPU time of this process.
-async fn timed<F: Future<Output = LoadResult>>(
-    run: impl FnOnce(Instant) -> F,
-) -> Result<(LoadResult, f64, Usage)> {
+async fn timed(run: impl AsyncFnOnce(Instant) -> LoadResult) -> Result<(LoadResult, f64, Usage)> {
     let reading = "reading the CPU time of this process";
     let before = OwnUsage::read().doing(reading)?;
     let start = Instant::now();
@@ -241,6 +296,8 @@ mod tests {
             }
             let ops = &json["subjects"]["disk"]["ops"];
             assert!(*workload != DiskWorkload::CloneFirstWrite || *ops == 3, "each chunk is written once");
+            let snapshots = &json["snapshots"]["count"];
+            assert_eq!(*snapshots == 1, *workload == DiskWorkload::Snapshots, "{json}");
             let header = disks.stat("vm").await.unwrap();
             assert!(header.owner.is_none() && header.snapshots.is_empty(), "{header:?}");
             assert_eq!(disks.list().await.unwrap().len(), 1, "no clone remains");

@@ -36,6 +36,8 @@ pub enum DiskWorkload {
     HotChunk,
     /// Write one block to each chunk of a new clone, which makes the clone's copy of the chunk
     CloneFirstWrite,
+    /// Write blocks in random order while a snapshot is taken every second
+    Snapshots,
 }
 
 /// Measure a virtual disk beside objects of equal size
@@ -51,7 +53,9 @@ pub enum DiskWorkload {
 /// Rounds begin with different subjects, so that a drift of the machine affects all of them. The objects are
 /// called bench-SIZE-N, as those of the other benchmarks, and remain in the pool. In the workload
 /// clone-first-write, each round makes a clone of a snapshot of the disk, and a subject "disk" ends when each of
-/// its chunks has been written; the objects are overwritten at random.
+/// its chunks has been written; the objects are overwritten at random. In the workload snapshots, the longest
+/// request of each half second with a snapshot is compared with those of the others; the snapshots are removed
+/// after each round.
 ///
 /// "op/s" is the median of the rounds. Latencies are those of all rounds together, measured in this program.
 /// "CPU" is the CPU time of this process per operation. The ratios divide the figures of the disk by those of
@@ -66,7 +70,9 @@ pub enum DiskWorkload {
     \"seconds\" of a measurement; \"subjects\" with \"disk\", \"ranges\" and \"whole\", each with \"ops\", \
     \"errors\", \"iops\", \"iops_by_round\", \"mb_per_s\", \"latency_us\" (\"mean\", \"p50\", \"p99\", \"p999\", \
     \"max\") and \"client_cpu_us_per_op\"; and \"ratios\" of the disk to \"ranges\" and \"whole\", each with \
-    \"iops\", \"p50\", \"p99\" and \"client_cpu\". A ratio to zero is null.")]
+    \"iops\", \"p50\", \"p99\" and \"client_cpu\". A ratio to zero is null. The workload snapshots adds \
+    \"snapshots\" with \"count\", and the medians \"took_ms\" of the snapshots, \"longest_with_ms\" and \
+    \"longest_without_ms\" of the longest requests.")]
 pub struct DiskBenchArgs {
     /// Disk to overwrite, written POOL/DISK
     pub disk: DiskPath,
@@ -140,9 +146,10 @@ impl DiskBenchArgs {
         BenchArgs {
             workload: match self.workload {
                 DiskWorkload::Seqwrite => Workload::Write,
-                DiskWorkload::Randwrite | DiskWorkload::HotChunk | DiskWorkload::CloneFirstWrite => {
-                    Workload::Randwrite
-                }
+                DiskWorkload::Randwrite
+                | DiskWorkload::HotChunk
+                | DiskWorkload::CloneFirstWrite
+                | DiskWorkload::Snapshots => Workload::Randwrite,
                 DiskWorkload::Randread => Workload::Randread,
                 DiskWorkload::Mix => Workload::Randrw,
             },

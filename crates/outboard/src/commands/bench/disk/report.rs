@@ -1,6 +1,7 @@
 //! The result of a measurement of a disk.
 
 use std::fmt;
+use std::time::Duration;
 
 use base::process::Usage;
 use node::failure::Result;
@@ -65,6 +66,40 @@ impl SubjectSum {
     }
 }
 
+/// What the snapshots during a measurement have cost.
+#[derive(Debug, Default)]
+pub struct SnapshotSum {
+    /// Times of the snapshots, in milliseconds.
+    took: Vec<f64>,
+    /// The longest requests in the windows with and without a snapshot, in milliseconds.
+    with: Vec<f64>,
+    without: Vec<f64>,
+}
+
+impl SnapshotSum {
+    /// Adds the longest requests of the windows of a round, and the windows with a snapshot and its time.
+    pub fn add(&mut self, longest: &[Duration], taken: Vec<(usize, Duration)>) {
+        let ms = |time: Duration| time.as_secs_f64() * 1e3;
+        // The first window has first writes, and the last one may be short.
+        for (window, longest) in longest.iter().enumerate().skip(1) {
+            match taken.iter().any(|(at, _)| *at == window) {
+                true => self.with.push(ms(*longest)),
+                false => self.without.push(ms(*longest)),
+            }
+        }
+        self.took.extend(taken.into_iter().map(|(_, took)| ms(took)));
+    }
+}
+
+/// The medians of a [`SnapshotSum`].
+#[derive(Debug, Serialize)]
+struct SnapshotReport {
+    count: usize,
+    took_ms: f64,
+    longest_with_ms: f64,
+    longest_without_ms: f64,
+}
+
 /// The results of a measurement of a disk. The JSON form is stable: fields are never removed, but new
 /// fields may be added.
 #[derive(Debug, Serialize)]
@@ -81,6 +116,8 @@ pub struct DiskBenchReport {
     seconds: u32,
     subjects: SubjectReports,
     ratios: SubjectRatios,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    snapshots: Option<SnapshotReport>,
 }
 
 /// The results of the subjects.
@@ -128,7 +165,12 @@ impl DiskBenchReport {
     ///
     /// # Errors
     /// If a subject has no operation that succeeded.
-    pub fn new(args: &DiskBenchArgs, layout: DiskLayout, sums: [SubjectSum; 3]) -> Result<DiskBenchReport> {
+    pub fn new(
+        args: &DiskBenchArgs,
+        layout: DiskLayout,
+        sums: [SubjectSum; 3],
+        snapshots: &SnapshotSum,
+    ) -> Result<DiskBenchReport> {
         let report = |sum, subject: Subject| {
             SubjectReport::new(sum, layout.block).ok_or_else(|| {
                 let why =
@@ -157,6 +199,12 @@ impl DiskBenchReport {
             seconds: args.seconds,
             subjects,
             ratios,
+            snapshots: (!snapshots.took.is_empty()).then(|| SnapshotReport {
+                count: snapshots.took.len(),
+                took_ms: median(&snapshots.took),
+                longest_with_ms: median(&snapshots.with),
+                longest_without_ms: median(&snapshots.without),
+            }),
         })
     }
 }
@@ -245,14 +293,20 @@ impl fmt::Display for DiskBenchReport {
             let [iops, p50, p99, cpu] = [iops, p50, p99, client_cpu].map(known);
             writeln!(f, "  disk / {name}: op/s {iops}   p50 {p50}   p99 {p99}   CPU {cpu}")?;
         }
+        if let Some(snapshots) = &self.snapshots {
+            let SnapshotReport { count, took_ms, longest_with_ms, longest_without_ms } = snapshots;
+            writeln!(
+                f,
+                "  {count} snapshots of {took_ms:.1} ms; longest request of half a second with one {longest_with_ms:.1} \
+                 ms, without {longest_without_ms:.1} ms (medians)"
+            )?;
+        }
         Ok(())
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use super::*;
 
     const MS: Duration = Duration::from_millis(1);
