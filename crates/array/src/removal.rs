@@ -74,12 +74,12 @@ impl Group {
     }
 
     /// Removes everything that the available targets store for the group, including objects. Waits
-    /// for requests in progress first.
+    /// for requests in progress first. Returns whether all targets were available.
     ///
     /// # Errors
     /// If a target refuses to remove the data, or does not answer. A target that fails causes no
     /// error; it is marked as failed.
-    pub fn remove(&self) -> LocalBoxFuture<'_, store::Result<()>> {
+    pub fn remove(&self) -> LocalBoxFuture<'_, store::Result<bool>> {
         Box::pin(async move {
             let _closed = self.gate.write().await;
             let _alone = self.intervals.lock().await;
@@ -88,17 +88,23 @@ impl Group {
             if let Some(interval) = self.current() {
                 self.end_interval(&interval);
             }
-            for target in self.targets.iter().filter(|t| t.is_usable()) {
+            let mut is_complete = true;
+            for target in self.targets.iter() {
+                if !target.is_usable() {
+                    is_complete = false;
+                    continue;
+                }
                 let link = MemberLink::new(Rc::clone(target));
                 match self.wipe(target).await {
                     Err(e) if is_of_target(&e) => {
                         link.still()?;
                         link.fail(&e);
+                        is_complete = false;
                     }
                     wiped => wiped?,
                 }
             }
-            Ok(())
+            Ok(is_complete)
         })
     }
 

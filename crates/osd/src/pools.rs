@@ -211,16 +211,17 @@ impl Shard {
             self.removing.borrow_mut().insert(record.id, Rc::clone(&pool));
             pool
         });
+        let mut is_complete = true;
         for group in &pool.groups {
-            group.remove().await?;
+            is_complete &= group.remove().await?;
             tokio::task::yield_now().await;
         }
         for pg in pool.pgs.iter().filter(|_| pool.groups.is_empty()) {
             let place = ObjectLocation { pg: Rc::clone(pg), oid: ids::meta_object() };
             patiently(&place, self.config.store_patience, async || self.empty_group(&place).await).await?;
         }
-        // Groups with redundancy leave out targets that are not usable now.
-        if !pool.groups.is_empty() && !self.has_all_targets() {
+        // Groups with redundancy leave out targets that are not usable. A target may have returned since.
+        if !is_complete || (!pool.groups.is_empty() && !self.has_all_targets()) {
             return Err(Fail::Lost("a target is not present".into()));
         }
         Ok(())
