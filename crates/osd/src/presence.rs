@@ -69,10 +69,9 @@ impl SessionPresence {
         }
     }
 
-    /// Returns the generation before which unknown sessions may still return; `None` if the osd started
-    /// too long ago.
-    pub(crate) fn may_return(&self) -> Option<u64> {
-        (self.started.elapsed() < RETURN).then_some(self.generation)
+    /// Returns whether clients may still resume sessions from before the start of the osd.
+    pub(crate) fn may_return(&self) -> bool {
+        self.started.elapsed() < RETURN
     }
 
     /// Returns all sessions that are connected, or were connected less than `grace` ago.
