@@ -116,7 +116,7 @@ impl Disks {
         if self.directory.complete(&header.name, named).await? {
             return Ok(());
         }
-        // Nobody can have used the disk, because its name belongs to another one.
+        // Another disk has the name, so nobody can have used this one.
         object.remove().await?;
         Err(Error::Exists(format!("the disk \"{}\"", header.name)))
     }
